@@ -8,6 +8,7 @@ import os
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -15,6 +16,8 @@ import pytest
 from tests.support import jobs
 from tests.test_launcher import lines, nothing_is_left, started
 from torchtitan.commands.run import split_arguments
+from torchtitan.config import manager
+from torchtitan.metrics.json_lines import read_records
 
 assert nothing_is_left  # a fixture, for all tests here too
 
@@ -58,12 +61,20 @@ total = torch.tensor(ranks.rank + 1.0)
 
 
 def start(
-    folder: Path, text: str, *arguments: str, ranks: int = 2, follow: float = 0.3, stop: float = 30, **options
+    folder: Path,
+    text: str,
+    *arguments: str,
+    after: Sequence[str] = (),
+    ranks: int = 2,
+    follow: float = 0.3,
+    stop: float = 30,
+    **options,
 ) -> subprocess.Popen:
     (folder / "script.py").write_text(text)
     command = [sys.executable, "-c", PROGRAM.format(follow=follow, stop=stop), f"--ranks={ranks}", *arguments]
     pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    started.append(subprocess.Popen([*command, str(folder / "script.py")], cwd=jobs.ROOT, **pipes, **options))
+    command += [str(folder / "script.py"), *after]
+    started.append(subprocess.Popen(command, cwd=jobs.ROOT, **pipes, **options))
     return started[-1]
 
 
@@ -243,6 +254,44 @@ def test_the_job_of_an_engine_gives_restarts_and_the_folder_of_hangs(tmp_path):
     code, _, err = finish(tmp_path, text)
     assert code == 5 and "restart 1 of 1" in err and "hang: no rank has got on" in err, err
     assert "time.sleep" not in err and len(list(tmp_path.glob("hangs/*/rank-*.stacks.txt"))) == 2
+
+
+TRAIN = """
+import os, sys, time
+from torchtitan.engine import Engine
+with Engine.from_job(sys.argv[1]) as engine:
+    for batch in engine.data:
+        engine.step(batch)
+        engine.save()
+        if engine.ranks.rank and engine.current_step == 2 and engine.ranks.launcher.restart is None:
+            {event}
+        print("step", engine.current_step)
+"""
+
+
+def start_training(folder: Path, event: str) -> subprocess.Popen:
+    """Start the script of an engine of four steps; at the second one `event` happens on the second rank."""
+    options = dict(training__steps=4, training__local_batch_size=2, checkpoint__enable=True)
+    argv = jobs.arguments(folder / "run", jobs.write_texts(folder), **options)
+    (folder / "job.toml").write_text(manager.to_toml(manager.load(argv)))
+    return start(folder, TRAIN.format(event=event), after=[str(folder / "job.toml")], follow=5)
+
+
+def test_an_engine_resumes_from_its_checkpoint_after_a_crash(tmp_path):
+    code, out, err = jobs.finish(start_training(tmp_path, "os.kill(os.getpid(), 9)"))
+    restart = "restart 1 of 3 in 0.01 s: rank 1 was ended by SIGKILL after step 2; going on from step 2"
+    assert code == 0 and restart in err, err
+    steps = [line for line in out.splitlines() if line.startswith("[rank 1] step")]
+    assert steps == [f"[rank 1] step {step}" for step in (1, 3, 4)], out
+    end = read_records(tmp_path / "run/metrics.jsonl")[-1]
+    assert (end["event"], end["cause"], end["step"]) == ("end", "finished", 4)
+
+
+def test_a_stop_signal_ends_the_data_of_an_engine(tmp_path):
+    code, out, _ = jobs.finish(start_training(tmp_path, "os.kill(os.getppid(), 15); time.sleep(1)"))
+    assert code == 143 and "step 3" in out and "step 4" not in out, out
+    end = read_records(tmp_path / "run/metrics.jsonl")[-1]
+    assert (end["cause"], end["exit_code"], end["step"]) == ("stopped", 143, 3)
 
 
 def test_a_script_whose_engine_was_stopped_does_not_look_finished(tmp_path):

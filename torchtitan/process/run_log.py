@@ -87,12 +87,12 @@ class RankStream(io.TextIOWrapper):
 
 
 def begin_lines_with_rank(ranks: Ranks) -> None:
-    """Let Python write each line at once, and those of all ranks but the first begin with the rank."""
-    for name in ("stdout", "stderr"):
+    """Let each rank of several write whole lines, and all but the first one begin theirs with their rank."""
+    for name in ("stdout", "stderr") if ranks.world_size > 1 else ():
         stream = getattr(sys, name)
         if not isinstance(stream, io.TextIOWrapper):  # the parent process has closed it
             continue
-        stream.reconfigure(line_buffering=True)
+        stream.reconfigure(line_buffering=True, write_through=False)
         if not ranks.is_main:
             setattr(sys, name, RankStream(stream, ranks.rank))
 

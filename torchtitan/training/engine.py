@@ -11,10 +11,10 @@ import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
-from functools import partial
+from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 import torch
 
@@ -33,6 +33,7 @@ from torchtitan.job import ResolvedJob
 from torchtitan.launcher import run_folder
 from torchtitan.launcher.processes import StopRequests
 from torchtitan.launcher.rank import StopSignals, begin_run, report_end, start_rank
+from torchtitan.launcher.script import announce
 from torchtitan.losses.log_probs import LossFunction
 from torchtitan.metrics.goodput import CAUSE_OF, Goodput
 from torchtitan.metrics.run_end import RunEnd
@@ -52,6 +53,8 @@ from torchtitan.training.restore import Restorer, TrainState
 from torchtitan.training.step import StepData, StepResult, training_step
 from torchtitan.training.validation import Validator, chooser
 
+P = ParamSpec("P")
+T = TypeVar("T")
 logger = logging.getLogger(__name__)
 
 
@@ -68,6 +71,24 @@ class StepLoss:
     def __float__(self) -> float:
         """Return the loss. All ranks call it, as it sums their shares; it waits for the device."""
         return float(self.sum_over_ranks(self.share))
+
+
+def engine_call(method: Callable[Concatenate["Engine", P], T]) -> Callable[Concatenate["Engine", P], T]:
+    """Let a method tell the launcher that it is under way, and then that the script goes on, whose code may take longer
+    than a step. The trainer's own loop has only the former.
+    """
+
+    @wraps(method)
+    def call(engine: "Engine", *args: P.args, **kwargs: P.kwargs) -> T:
+        if not engine.is_in_script:
+            return method(engine, *args, **kwargs)
+        engine.enter("train" if engine.is_warm else "first", engine.current_step + 1)
+        try:
+            return method(engine, *args, **kwargs)
+        finally:
+            engine.enter("script", engine.current_step)
+
+    return call
 
 
 @dataclass
@@ -110,7 +131,10 @@ class Engine:
             if threading.current_thread() is threading.main_thread():  # only there Python lets them be handled
                 signals = StopSignals(ranks)
                 resources.callback(signals.restore)
+            announce(config, ranks)
             engine = cls(config, ranks)
+            engine.is_in_script = True
+            engine.progress.enter("script", engine.current_step)
             engine.signals, engine.resources = signals, resources.pop_all()
             if signals is not None:
                 signals.on_request = engine.request_stop
@@ -151,6 +175,8 @@ class Engine:
         self.guards = observers.guards(config.guard, self.exports.folder, self.model, self.optimizers)
         preflight.check(config, ranks, self.tokenizer.fingerprint, self.model)
         self.state, self.is_warm = TrainState(), False
+        self.is_in_script = False
+        """True if a program drives this engine by its calls."""
         self.signals: StopSignals | None = None
         self.resources = ExitStack()
         """What `from_job` holds for the run: its folder and the signal handlers."""
@@ -225,6 +251,7 @@ class Engine:
         with self.resources:
             if error is None:
                 self.close()
+                self.progress.enter("end", self.current_step)
                 end = end_of(self, self.done or not self.stops.agreed, requests)
             elif isinstance(error, Exception):
                 end = end_of_failure(error, self, self.ranks) or RunEnd(CRASHED, reason=f"{kind.__name__}: {error}")
@@ -272,6 +299,7 @@ class Engine:
         while not self.done and not self.stops.agreed:
             yield self.fetch()
 
+    @engine_call
     def fetch(self) -> StepData:
         """Return this rank's data of the next step, on which all ranks have agreed."""
         self._require_no_gradients("the data of another step", "call optim_step first")
@@ -296,6 +324,7 @@ class Engine:
         microbatches = [prepare(batch, index, step) for index, batch in enumerate(self.prefetcher.batches)]
         return StepData(microbatches, valid_tokens, preparer.valid_share, tokens, seconds, position)
 
+    @engine_call
     def forward_backward(
         self,
         batch: StepData | Batch,
@@ -334,6 +363,7 @@ class Engine:
         )
         return StepLoss(share, data.valid_tokens, self.model.sum_over_ranks)
 
+    @engine_call
     def optim_step(self, lr: float | None = None) -> StepResult:
         """Clip the gradients, update the weights and log. `lr`: of this step in place of the schedule's; parameter
         groups keep their ratios. Raises EngineError, and what the job's guards raise.
@@ -351,6 +381,7 @@ class Engine:
         self._end_step(pending.is_fetched)
         return result
 
+    @engine_call
     def step(self, batch: StepData) -> StepResult:
         """Make one optimizer step of `data`, with the job's objective."""
         self._require_no_gradients("step", "call optim_step first")
@@ -368,6 +399,7 @@ class Engine:
 
     # Without gradients
 
+    @engine_call
     @torch.no_grad()
     def forward(self, batch: StepData | Batch) -> torch.Tensor:
         """Return the log-probability of each label, [B, S] on the device of every rank; 0 where there is no label.
@@ -377,6 +409,7 @@ class Engine:
         self._require_no_gradients("forward", "call optim_step first")
         return self.caller_batches.log_probs(batch, self.state, self.stops)
 
+    @engine_call
     def evaluate(self, batches: Sequence[Batch] | None = None) -> dict[str, float]:
         """Return the mean loss of this rank's own batches and those of all ranks, or of the job's held-out data.
 
@@ -389,6 +422,7 @@ class Engine:
             raise EngineError("evaluate: the job has no held-out data; set validation.enable, or pass batches")
         return self.validate(False) or {}
 
+    @engine_call
     def generate(
         self, prompts: Sequence[str], max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0
     ) -> list[str]:
@@ -424,6 +458,7 @@ class Engine:
 
     # The run
 
+    @engine_call
     def save(self) -> Path:
         """Save a checkpoint of this step and return its folder, when it is complete."""
         self._require_no_gradients("save", "call optim_step first, as gradients are not saved")
@@ -435,6 +470,7 @@ class Engine:
         self.checkpointer.finish()
         return self.checkpointer.folder_of(self.current_step)
 
+    @engine_call
     def load(self, step: int | None = None) -> int:
         """Go back to the run's newest checkpoint, or to that of `step`, with its data position. Return its step."""
         if self.checkpointer is None or not self.checkpointer.can_roll_back():
