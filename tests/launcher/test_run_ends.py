@@ -20,7 +20,7 @@ assert nothing_is_left  # a fixture, for all tests here too
 LAUNCH = """
 import sys
 from torchtitan import launch
-from torchtitan.launcher import hangs, monitor, restarts
+from torchtitan.launcher import hangs, monitor, restarts, run_folder
 from torchtitan.process.exit import exit_with
 restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS = 0.01, 0.2
 {patch}
@@ -156,7 +156,7 @@ def newest(folder):
     calls.append(folder)
     if len(calls) in {which}: raise MachineError("checkpoint: the machine cannot read it now")
     return None, []
-launch.newest_complete = newest
+run_folder.newest_complete = newest
 """
 
 

@@ -108,7 +108,7 @@ class FailingTrainer:
     error: BaseException
 
     def __init__(self, config, ranks):
-        self.step, self.model, self.optimizers = 3, torch.nn.Linear(2, 2), ()
+        self.current_step, self.model, self.optimizers = 3, torch.nn.Linear(2, 2), ()
         self.model.device = torch.device("cpu")
 
     def train(self):
