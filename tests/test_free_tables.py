@@ -1,4 +1,4 @@
-"""Tables with free names: optimizer.options, task.options, model.overrides, training.fields, training.template.
+"""Tables with free names, such as optimizer.options, callbacks.options, model.overrides and training.fields.
 
 Their entries can be set on the command line as in TOML, and the code that reads a table validates them.
 """
@@ -24,8 +24,9 @@ def faults(*argv: str) -> list[str]:
 
 
 def test_the_tables_with_free_names():
-    tables = {"optimizer.options", "task.options", "model.overrides", "training.fields", "training.template"}
-    assert set(free_tables()) == tables | {"adapter.neurocache.retrieval_map"}
+    tables = {"optimizer.options", "task.options", "callbacks.options", "model.overrides", "training.fields"}
+    tables |= {"training.template", "adapter.neurocache.retrieval_map"}
+    assert set(free_tables()) == tables
 
 
 @pytest.mark.parametrize("option", ["--optimizer.options.rank=32", "--optimizer.options.rank 32"])

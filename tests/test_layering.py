@@ -41,7 +41,7 @@ ROOMS: dict[str, set[str]] = {
     | {"launcher", "lr_scheduling", "metrics", "models", "optimizers", "parallelisms", "process"},
     "training": {"adapters", "assembly", "checkpoint", "config", "core", "datasets", "guards", "job", "launcher"}
     | {"losses", "lr_scheduling", "metrics", "models", "optimizers", "parallelisms", "process", "rules"},
-    "engine": {"losses", "training"},
+    "engine": {"core", "losses", "training"},
     "planner": {
         "adapters",
         "assembly",

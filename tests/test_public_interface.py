@@ -16,13 +16,14 @@ from torchtitan.checkpoint import layout
 from torchtitan.commands import COMMANDS
 from torchtitan.config.options import options
 from torchtitan.core import plugins
+from torchtitan.core.callbacks import CALLBACKS
 from torchtitan.losses import tasks
 from torchtitan.process import exit as exits
 
 RECORD = ROOT / "tests/public_interface.json"
 """The interface of the last version. `python -m tests.test_public_interface` adds what is new; it removes nothing."""
 PAGE = (ROOT / "docs/python.md").read_text()
-REGISTRIES = (adapters.ADAPTERS, lr_schedules.DECAYS, models.SIZES, optimizers.OPTIMIZERS, tasks.TASKS)
+REGISTRIES = (adapters.ADAPTERS, CALLBACKS, lr_schedules.DECAYS, models.SIZES, optimizers.OPTIMIZERS, tasks.TASKS)
 
 
 def members(value: object) -> list[str]:

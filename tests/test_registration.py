@@ -222,7 +222,7 @@ def test_listed_with_their_package(installed, capsys):
     assert cli.main(["list", "adaptors"]) == 2
     assert capsys.readouterr().err == (
         "torchtitan list: KIND: given 'adaptors'; allowed: models, datasets, tokenizers, tasks, optimizers, adapters, "
-        "trackers, schedules, jobs; did you mean adapters?; torchtitan list --help lists the options\n"
+        "trackers, callbacks, schedules, jobs; did you mean adapters?; torchtitan list --help lists the options\n"
     )
     assert cli.main(["list", "--help"]) == 0 and "usage: torchtitan list" in capsys.readouterr().out
 

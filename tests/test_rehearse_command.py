@@ -257,3 +257,22 @@ def test_a_large_job_has_fewer_layers_and_says_so():
     dims = job.layout.dims
     record = {"layers": [few.model.args.n_layers, layers]}
     assert f"with {record['layers'][0]} of {layers} layers" in rehearse.header([], dims, {0: record}, [])[-1]
+
+
+@needs_fake_cuda
+def test_callbacks_of_the_job_are_rehearsed(run):
+    file = ROOT / "tests/support/waiting_callbacks.py"
+    lines = file.read_text().splitlines()
+    wait, barrier = (number for number, line in enumerate(lines, 1) if "print(" in line or "barrier()" in line)
+    code, out, _ = run("--world-size=2", "--callbacks.use=tests.support.waiting_callbacks:Waits")
+    assert code == 1
+    assert f"rank 1: the host waits 1 times a step for the device, at {file}:{wait} (number)" in out
+    assert re.search(rf"rank 0 issues barrier .* at {file}:{barrier} but rank 1 issues", out)
+    code, out, _ = run("--world-size=2", "--callbacks.use=tests.support.waiting_callbacks:Sums")
+    assert code == 0 and "collectives agree across 2 ranks" in out
+    assert re.search(r"rank 0: the host waits 1 times a step .* \(engine.sum_over_ranks\)", out)
+    code, out, _ = run("--world-size=2", "--callbacks.use=tests.support.waiting_callbacks:Fails")
+    assert code == 1
+    assert re.search(
+        r"rank 0: the step fails at a hook: callback .*Fails: after_backward fails at .*ValueError: not here", out
+    )

@@ -1,8 +1,21 @@
 """The Python API: drive a job step by step, with losses, batches and callbacks of your own (docs/python.md)."""
 
+from torchtitan.core.callbacks import Callback
 from torchtitan.losses.log_probs import LossError, LossFunction, LossInputs
+from torchtitan.training.callbacks import CallbackError
 from torchtitan.training.caller_batches import EngineError
 from torchtitan.training.engine import Engine, StepLoss
 from torchtitan.training.step import StepData, StepResult
 
-__all__ = ["Engine", "EngineError", "LossError", "LossFunction", "LossInputs", "StepData", "StepLoss", "StepResult"]
+__all__ = [
+    "Callback",
+    "CallbackError",
+    "Engine",
+    "EngineError",
+    "LossError",
+    "LossFunction",
+    "LossInputs",
+    "StepData",
+    "StepLoss",
+    "StepResult",
+]

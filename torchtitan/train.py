@@ -83,8 +83,9 @@ def run(config: JobConfig, ranks: Ranks) -> int:
     try:
         trainer = training.Trainer(config, ranks)
         stop_signals.on_request = request_stop
-        finished = trainer.train()
-        trainer.close()
+        with trainer.callbacks:  # which note an error
+            finished = trainer.train()
+            trainer.close()
         end = ends.end_of(trainer, finished, stop_signals.requests)
     except KeyboardInterrupt:
         end = RunEnd(128 + (stop_signals.requests.first or signal.SIGINT))

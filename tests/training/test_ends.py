@@ -1,6 +1,7 @@
 """Ends of a run: after its last step, beyond it, and with nothing left to train."""
 
 import signal
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -106,6 +107,7 @@ def test_data_that_cannot_be_read_are_the_cause_of_an_end(tmp_path):
 
 class FailingTrainer:
     error: BaseException
+    callbacks = nullcontext()
 
     def __init__(self, config, ranks):
         self.current_step, self.model, self.optimizers = 3, torch.nn.Linear(2, 2), ()

@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 
 from torchtitan.checkpoint.layout import CannotSave, CheckpointError, NotFinite, NothingLoadable
+from torchtitan.core.errors import JobError
 from torchtitan.core.machine_errors import MachineError, error_text, is_of_the_machine
 from torchtitan.process import distributed
 
@@ -124,7 +125,7 @@ class Peers:
 
 
 def describe(error: BaseException) -> str:
-    if isinstance(error, (CheckpointError, MachineError)):
+    if isinstance(error, (JobError, MachineError)):
         return str(error)
     if isinstance(error, OSError) and is_of_the_machine(error):
         return f"{error.filename}: {error_text(error)}" if error.filename else error_text(error)

@@ -50,6 +50,8 @@ from torchtitan.core.tensor_storage import Value
 
 logger = logging.getLogger(__name__)
 
+EXTRA_VALUES = "callbacks"
+"""Key in the trainer's state of the values of `TrainerHooks.extra_state`."""
 RETRY_PAUSES = (2.0, 10.0)
 """Seconds before each retry of a failed save."""
 
@@ -168,7 +170,9 @@ class Checkpointer:
         self.saved_step, self.last_save_time = step, time.monotonic()
         self.needed_bytes = self.needed_bytes or sum(t.numel() * t.itemsize for t in snapshot.tensors.values())
         if self.staging is None:
-            return self._save(snapshot, target)
+            if has_saved := self._save(snapshot, target):
+                self.hooks.extra_state.after_save(target)
+            return has_saved
         self.running_step = step
         self.running = threading.Thread(target=self._save_in_background, args=(snapshot, target), name="checkpoint")
         self.running.start()
@@ -227,14 +231,18 @@ class Checkpointer:
         if failed:
             reason = describe(failure) if failure else "it failed on another rank"
             raise CheckpointError(f"the checkpoint of step {self.running_step} was not saved: {reason}") from failure
+        self.hooks.extra_state.after_save(self.folder_of(self.running_step))
 
     def _snapshot(self, step: int) -> Snapshot:
         """Snapshot this rank's share. An error is stored in it, because the other ranks are about to save."""
         snapshot = Snapshot("full", step)
         try:
             snapshot.tensors, snapshot.optimizer_values = self._tensors()
+            extra_tensors, values = self.hooks.extra_state.state()
+            snapshot.tensors |= extra_tensors
             # via JSON text, which validates the values and isolates them from later changes
-            text = json.dumps([self.hooks.trainer_state(), self.hooks.rank_state()], allow_nan=False)
+            trainer = self.hooks.trainer_state() | ({EXTRA_VALUES: values} if values else {})
+            text = json.dumps([trainer, self.hooks.rank_state()], allow_nan=False)
             snapshot.trainer, snapshot.rank = json.loads(text)
             if self.staging is not None:
                 snapshot.staged = self.staging.copy(snapshot.tensors)
@@ -390,6 +398,11 @@ class Checkpointer:
         if with_data:
             adapter_tensors, adapter_prefixes = self.adapter_state.restore_targets(source, self.main_peers)
             live.tensors, prefixes = live.tensors | adapter_tensors, prefixes + adapter_prefixes
+        if with_state:
+            values, saved = source.state["trainer"].get(EXTRA_VALUES, {}), source.manifest.tensors
+            extra_tensors, copies, extra_prefixes = self.hooks.extra_state.targets(values, saved)
+            live.tensors, live.copies = live.tensors | extra_tensors, live.copies | copies
+            prefixes += extra_prefixes
         cast = not with_state or not CASTING.isdisjoint(self.options.allow_config_change)
         load_tensors(source, live, self.main_peers, prefixes=prefixes, cast=cast, unread=heads.other_names)
         self.refuse_not_finite(source.folder)

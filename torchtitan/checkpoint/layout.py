@@ -35,8 +35,8 @@ from torchtitan.core.progress_bar import progress_bar
 
 FORMAT = 1
 MANIFEST, STATE, METADATA = "manifest.json", "state.json", ".metadata"
-MODEL, OPTIMIZER, ADAPTER_STATE = "model.", "optimizer.", "kept."
-"""Prefixes of tensor names. ADAPTER_STATE is followed by the number of the rank that it belongs to."""
+MODEL, OPTIMIZER, ADAPTER_STATE, CALLBACK = "model.", "optimizer.", "kept.", "callback."
+"""Prefixes of tensor names. ADAPTER_STATE is followed by the number of its rank, CALLBACK by the callback's name."""
 
 SEPARATE_STATE = ("rng",)
 """Parts of a rank's state in a separate file; older checkpoints have them in state.json, which all ranks read."""

@@ -40,6 +40,25 @@ logger = logging.getLogger(__name__)
 DISTRIBUTION = "torchtitan-toml"
 
 
+class ExtraState:
+    """State of other owners, here none: tensors sharded like parameters, and JSON values that rank 0 writes."""
+
+    def state(self) -> tuple[Tensors, dict[str, Any]]:
+        """Return this rank's tensors by their names in a checkpoint, and the values by owner."""
+        return {}, {}
+
+    def targets(
+        self, values: Mapping[str, Any], saved: Mapping[str, TensorEntry]
+    ) -> tuple[Tensors, Tensors, tuple[str, ...]]:
+        """Return this rank's tensors to fill from a checkpoint, those to fill as copies of tied weights, and the
+        prefixes of the names of all ranks. `values` and `saved`: the checkpoint's values and tensors.
+        """
+        return {}, {}, ()
+
+    def after_save(self, folder: Path) -> None:
+        """Note that a checkpoint is complete. Called on all ranks, in the main thread."""
+
+
 @dataclass
 class TrainerHooks:
     """The trainer's side of saving and loading."""
@@ -56,6 +75,7 @@ class TrainerHooks:
     """May raise to refuse a checkpoint. Nothing has been changed yet."""
     after_save: Callable[[int], None] = lambda step: None
     """Called with the step on rank 0, in the saving thread, after each save is published."""
+    extra_state: ExtraState = field(default_factory=ExtraState)
 
 
 @dataclass

@@ -30,7 +30,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml
 from torchtitan.config.options import Fault, free_table
 from torchtitan.config.sections.adapter import Relora
-from torchtitan.config.sections.run import Checkpoint, EarlyStop, Guard, Metrics, Profiling
+from torchtitan.config.sections.run import Callbacks, Checkpoint, EarlyStop, Guard, Metrics, Profiling
 from torchtitan.config.sections.training import LRScheduler, Training, Validation
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Hardware
@@ -148,6 +148,7 @@ def only_steps(config: JobConfig, steps: int) -> JobConfig:
         "training.tokens": None,
         "validation": Validation(),
         "early_stop": EarlyStop(),
+        "callbacks": Callbacks(),
         "guard": Guard(),
         "checkpoint": Checkpoint(),
         "lr_scheduler": schedule_of(config.lr_scheduler, config.adapter.relora, config.training.steps),

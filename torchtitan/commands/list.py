@@ -3,9 +3,12 @@
 import sys
 from typing import Any
 
+from pydantic_core import PydanticUndefined
+
 from torchtitan.adapters import ADAPTERS
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.options import describe, show
+from torchtitan.core.callbacks import CALLBACKS
 from torchtitan.core.files import shipped_jobs
 from torchtitan.core.registry import Registry, faults_of_packages, installed_entries, package_of
 from torchtitan.datasets import DATASETS
@@ -15,6 +18,7 @@ from torchtitan.lr_schedules import DECAYS
 from torchtitan.metrics.trackers import TRACKERS
 from torchtitan.models import SIZES
 from torchtitan.optimizers import OPTIMIZERS
+from torchtitan.rules.callbacks import job_options
 
 KINDS: dict[str, tuple[str, Registry[Any]]] = {
     "models": ("model.name, with flavors for model.flavor", SIZES),
@@ -24,6 +28,7 @@ KINDS: dict[str, tuple[str, Registry[Any]]] = {
     "optimizers": ("optimizer.name, with its optimizer.options", OPTIMIZERS),
     "adapters": ("adapter.kind", ADAPTERS),
     "trackers": ("metrics.trackers", TRACKERS),
+    "callbacks": ("callbacks.use, with their callbacks.options", CALLBACKS),
     "schedules": ("lr_scheduler.decay_type, in addition to constant", DECAYS),
 }
 JOBS = "jobs"
@@ -53,10 +58,15 @@ def main(argv: list[str]) -> int:
     return REFUSED if faults else 0
 
 
+def _default(value: Any) -> str:
+    return "must be given" if value is PydanticUndefined else f"default {show(value)}"
+
+
 def _more(kind: str, value: Any) -> str:
     if kind == "models":
         return f": {', '.join(value)}"
-    if kind in ("optimizers", "tasks"):
-        options = [f"{key} ({describe(o.annotation)}; default {show(o.default)})" for key, o in value.options.items()]
+    if kind in ("optimizers", "tasks", "callbacks"):
+        entries = job_options(value) if kind == "callbacks" else value.options
+        options = [f"{key} ({describe(o.annotation)}; {_default(o.default)})" for key, o in entries.items()]
         return f": {', '.join(options)}" * bool(options)
     return ""

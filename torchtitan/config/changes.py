@@ -26,6 +26,7 @@ KINDS: dict[str, Kind] = {
     "memory": "quiet",
     "guard": "told",
     "early_stop": "told",
+    "callbacks": "told",
     "model": "refused",
     "model.flavor": "told",  # its sizes are compared one by one
     "model.hf_folder": "told",  # its sizes are compared too

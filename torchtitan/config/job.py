@@ -17,7 +17,18 @@ from pydantic.dataclasses import dataclass
 from torchtitan.config.sections.adapter import Adapter
 from torchtitan.config.sections.field_types import STRICT
 from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Model, Parallelism
-from torchtitan.config.sections.run import Checkpoint, Comm, Debug, EarlyStop, Guard, Job, Memory, Metrics, Profiling
+from torchtitan.config.sections.run import (
+    Callbacks,
+    Checkpoint,
+    Comm,
+    Debug,
+    EarlyStop,
+    Guard,
+    Job,
+    Memory,
+    Metrics,
+    Profiling,
+)
 from torchtitan.config.sections.training import (
     Data,
     Dpo,
@@ -50,6 +61,7 @@ class JobConfig:
     memory: Memory = field(default_factory=Memory)
     guard: Guard = field(default_factory=Guard)
     early_stop: EarlyStop = field(default_factory=EarlyStop)
+    callbacks: Callbacks = field(default_factory=Callbacks)
     validation: Validation = field(default_factory=Validation)
     debug: Debug = field(default_factory=Debug)
 

@@ -6,7 +6,8 @@ Needs no torch. A package declares in its metadata, for example
     Lion = "my_package.lion_spec:LION"
 
 and the name is known wherever ours are. Only installed packages count, and a package is imported when a job uses one
-of its names: a job file itself names no code, and a check of a job does not wait for packages that it does not use.
+of its names. A check of a job does not wait for packages that it does not use. Only a callback may be named by its
+module (core/callbacks.py).
 """
 
 from collections import UserDict

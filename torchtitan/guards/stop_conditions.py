@@ -33,6 +33,8 @@ class ValidationResults:
         self.best: float | None = None
         self.since_best = 0
         """Number of validations since the best one."""
+        self.requested_stop = ""
+        """Why the program or a callback ends the run; "" if it does not."""
 
     def record(self, step: int, measured: Mapping[str, float]) -> None:
         """Record the metrics of a validation at the state after `step`."""
@@ -51,7 +53,7 @@ class ValidationResults:
     def stop_reason(self) -> str:
         """The reason why the run stops early, or "" if it continues."""
         if self.patience is None or self.since_best < self.patience:
-            return ""
+            return self.requested_stop
         best = "never finite" if self.best is None else f"not better than {self.best:.4g}"
         margin = f" by more than {self.min_delta:g}" if self.min_delta else ""
         count_text = f"{self.since_best} validation{'s' * (self.since_best > 1)}"
@@ -73,7 +75,7 @@ class ValidationResults:
         """
         early_stop = state.get(EARLY_STOP, {})
         self.step, self.measured = (step if MEASURED in state else early_stop.get("step", -1)), state.get(MEASURED, {})
-        self.best, self.since_best = None, 0
+        self.best, self.since_best, self.requested_stop = None, 0, ""
         if self._metric_fields.items() <= early_stop.items():
             self.best, self.since_best = early_stop["best"], early_stop["in_vain"]
             return

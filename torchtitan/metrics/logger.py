@@ -92,6 +92,8 @@ class MetricsLogger:
         self.num_parameters = workload.num_parameters
         self.full, self.causal = workload.flops_per_token_full, workload.flops_per_token_causal
         self.tokens_seen, self._clock = tokens_seen, clock
+        self.on_record: Callable[[Record], Mapping[str, float]] = lambda record: {}
+        """Returns numbers to add to the record of a logged step; called on all ranks."""
         self._file = JsonLines(self.path, resume_step) if writes else None
         self._trackers = list(trackers)
         self._first: Record | None = None
@@ -169,7 +171,10 @@ class MetricsLogger:
             self._recent_step_seconds.append(record["step_seconds"])
         self._first, self._last = self._first or record, record
         self._window = Window(now)
-        self._write(record, {**tags_of(record, self.world_size, self.full), **memory_tags})
+        with host.reading(LOGGED):
+            added = self.on_record(record)
+        tags = {**tags_of(record, self.world_size, self.full), **memory_tags}
+        self._write(record | added, tags | {f"callback_metrics/{name}": value for name, value in added.items()})
         seconds_left = self._seconds_left(step)
         logger.info(
             console.training_line(record, self.total_steps, seconds_left, self.options.color, self.options.log_lr)

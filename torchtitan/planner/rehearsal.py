@@ -14,12 +14,13 @@ import signal
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any, TypeVar
 
 import torch
@@ -31,6 +32,7 @@ from torchtitan.assembly import observers, parts
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.sections.training import LRScheduler
 from torchtitan.core.cadence import NO_LIMIT
+from torchtitan.core.callbacks import Callback
 from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
 from torchtitan.job.layout import Layout
@@ -53,6 +55,8 @@ from torchtitan.torch_internals.dispatch import FakeTensor, FakeTensorMode, unse
 from torchtitan.torch_internals.fake_world import FakeStore, clear_sharding_prop_cache
 from torchtitan.torch_internals.operators import attention_for_cpu
 from torchtitan.training.batches import zero_batch
+from torchtitan.training.callbacks import Callbacks
+from torchtitan.training.engine import Engine
 from torchtitan.training.restore import TrainState
 from torchtitan.training.step import (
     AFTER_UPDATE,
@@ -61,6 +65,7 @@ from torchtitan.training.step import (
     OPTIMIZER,
     StepData,
     StepObserver,
+    TrainingStep,
     training_step,
 )
 
@@ -153,9 +158,19 @@ WITHOUT_END = {
 
 
 class Rehearsal:
-    """The trainer's step of a job with a model without values on one rank. `batch`: of each forward and backward."""
+    """The trainer's step of a job with a model without values on one rank. `batch`: of each forward and backward.
 
-    def __init__(self, job: ResolvedJob, model: ParallelModel, optimizers: Optimizers, batch: Batch) -> None:
+    `callbacks`: to run in all steps.
+    """
+
+    def __init__(
+        self,
+        job: ResolvedJob,
+        model: ParallelModel,
+        optimizers: Optimizers,
+        batch: Batch,
+        callbacks: Mapping[str, Callback] | None = None,
+    ) -> None:
         self.job, self.model, self.optimizers, self.batch = job, model, optimizers, batch
         self.groups = self._groups()  # before any step, because meshes compute with tensors that have values
         passes = job.layout.batches_per_step
@@ -172,6 +187,7 @@ class Rehearsal:
             observers.guards(endless.config.guard, Path(job.config.job.dump_folder), model, optimizers),
             observers.metrics(endless, model.device, ranks, None, 0, model.adapter),
             TrainState(step=1, start_step=1),
+            Callbacks(model, callbacks or {}, job.config.optimizer.early_step_in_backward),
         )
         few = [batch] * len(self.times)
         self.data = StepData(few, ANY_COUNT, valid_share=1.0, tokens=ANY_COUNT, seconds=0.0, position=None)
@@ -187,6 +203,8 @@ class Rehearsal:
             reference_moments = {} if ref_model is None else _run_reference(ref_model, self.batch, live)
             del ref_model
             gc.collect()  # FSDP's modules are in reference cycles
+            if self.training_step.callbacks.by_name:
+                self.training_step.callbacks.start(RehearsedEngine(self.job, self.training_step))
             # the state of an optimizer that steps in backward, or the caches of an adapter
             if config.optimizer.early_step_in_backward or spec_of(config.adapter).stateful:
                 self.step(live)
@@ -243,6 +261,37 @@ class Rehearsal:
             axes["inner shards"] = tuple(ranks[first : first + size])
             axes["outer shards"] = tuple(ranks[ranks.index(dist.get_rank()) % size :: size])
         return axes
+
+
+class RehearsedEngine(Engine):
+    """The engine that callbacks find in a rehearsal: job, model and step, without data, tokenizer and checkpoints.
+
+    The folder of its job is a temporary one.
+    """
+
+    def __init__(self, job: ResolvedJob, step: TrainingStep) -> None:
+        self._folder = TemporaryDirectory()
+        self.job, self.is_in_script = job.with_options({"job.dump_folder": self._folder.name}), False
+        self.ranks = Ranks(rank=dist.get_rank(), world_size=job.world_size)
+        self.training_step, self.state, self.callbacks = step, step.state, step.callbacks
+        self.model, self.optimizers, self.metrics, self.pending = step.model, step.optimizers, step.metrics, None
+
+    def generate(
+        self, prompts: Sequence[str], max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0
+    ) -> list[str]:
+        """Return an empty text for each prompt."""
+        return [""] * len(prompts)
+
+    def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Send a tensor of any shape as an engine does, and return one without values."""
+        super().sum_over_ranks(tensor)
+        return torch.zeros(tensor.shape)
+
+    def stop(self, reason: str) -> None:
+        """Do nothing: a rehearsal has no end."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"an engine has no {name} in a rehearsal")
 
 
 class _Measurement(StepObserver):

@@ -31,6 +31,7 @@ from torchtitan.models import FROM_HF, SIZES
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.rules import (
     adapters,
+    callbacks,
     checkpoint,
     model_and_data,
     monitoring,
@@ -45,7 +46,18 @@ from torchtitan.rules.optimization import BACKENDS
 __all__ = ["BACKENDS", "OF_THE_MODEL", "RULES", "WITHOUT_EFFECT", "Device", "Facts", "check", "with_faults_of_the_rest"]
 
 PLUGINS = [entry.load() for entry in plugin_entries(plugins.RULES).values()]
-MODULES = (model_and_data, parallelism, task, pipeline, adapters, *PLUGINS, optimization, checkpoint, monitoring)
+MODULES = (
+    model_and_data,
+    parallelism,
+    task,
+    pipeline,
+    adapters,
+    *PLUGINS,
+    optimization,
+    checkpoint,
+    monitoring,
+    callbacks,
+)
 
 WITHOUT_EFFECT: list[Rule] = [rule for module in MODULES for rule in module.WITHOUT_EFFECT]
 """Rules on options that are set and would do nothing on any number of ranks. A translated job leaves these out."""

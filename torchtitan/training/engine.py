@@ -26,6 +26,7 @@ from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
 from torchtitan.core.cadence import describe_end
+from torchtitan.core.callbacks import Callback
 from torchtitan.datasets.segments import SegmentLoader
 from torchtitan.guards import MOST_EMPTY_STEPS
 from torchtitan.guards.stop_conditions import Stops
@@ -40,10 +41,12 @@ from torchtitan.metrics.run_end import RunEnd
 from torchtitan.process import distributed
 from torchtitan.process.exit import CRASHED
 from torchtitan.process.heartbeat import Progress
+from torchtitan.process.host import host
 from torchtitan.process.ranks import Ranks, Restart
 from torchtitan.rules import check
 from torchtitan.training import preflight
 from torchtitan.training.batches import Batch, Prefetcher, batch_preparer, prepare_adapter
+from torchtitan.training.callbacks import Callbacks, callbacks_of
 from torchtitan.training.caller_batches import CallerBatches, EngineError
 from torchtitan.training.ends import end_of, end_of_failure
 from torchtitan.training.final_export import Exports, full_tensors
@@ -116,11 +119,14 @@ class Engine:
     """
 
     @classmethod
-    def from_job(cls, source: str | Path | Mapping[str, Any] | JobConfig, **options: Any) -> Self:
+    def from_job(
+        cls, source: str | Path | Mapping[str, Any] | JobConfig, callbacks: Sequence[Callback] = (), **options: Any
+    ) -> Self:
         """Build the engine of a job: a TOML file or the name of a shipped job, nested tables, or a JobConfig.
 
-        `options`: values of further options, by names with a dot: `**{"training.steps": 5}`. The number of ranks is
-        that of the launcher or torchrun, or 1. Raises ConfigError with all faults of the job.
+        `callbacks`: they run after those of the job. `options`: values of further options, by names with a dot:
+        `**{"training.steps": 5}`. The number of ranks is that of the launcher or torchrun, or 1. Raises ConfigError
+        with all faults of the job.
         """
         ranks, config = start_rank(), manager.load_from(source, options)
         if faults := check(config, ranks.world_size, distributed.device_type()):
@@ -132,7 +138,7 @@ class Engine:
                 signals = StopSignals(ranks)
                 resources.callback(signals.restore)
             announce(config, ranks)
-            engine = cls(config, ranks)
+            engine = cls(config, ranks, callbacks)
             engine.is_in_script = True
             engine.progress.enter("script", engine.current_step)
             engine.signals, engine.resources = signals, resources.pop_all()
@@ -140,7 +146,7 @@ class Engine:
                 signals.on_request = engine.request_stop
         return engine
 
-    def __init__(self, config: JobConfig, ranks: Ranks):
+    def __init__(self, config: JobConfig, ranks: Ranks, callbacks: Sequence[Callback] = ()):
         """Build the parts and restore the run. `config`: a job without faults (`from_job` checks one)."""
         job = ResolvedJob(config, ranks.world_size, distributed.device_type())
         restart = ranks.launcher.restart if ranks.launcher else None
@@ -168,6 +174,8 @@ class Engine:
         self.exports = Exports(job, ranks, self.tokenizer)
         self.model = ModelBuilder(job).model(mesh, device, init_weights=False)
         distributed.set_timeout(timeout)  # the mesh's groups were created with torch's default
+        in_backward = config.optimizer.early_step_in_backward
+        self.callbacks = Callbacks(self.model, callbacks_of(config.callbacks, callbacks), in_backward)
         self.preparer = batch_preparer(job, self.tokenizer, dp_rank, device, self.model.needs_keys)
         self.optimizers = parts.optimizers(config.optimizer, self.model)
         schedulers = parts.lr_schedulers(job, self.optimizers, job.schedule.start)
@@ -186,6 +194,7 @@ class Engine:
         last_data_step = self._begin(as_written, restart, last_data_step, validate_every)
         sizes, end = self.metrics.header(), describe_end(as_written.config.training, last_data_step)
         log_start(self.job, self.model, self.tokenizer, schedulers, sizes, memory_limit, end)
+        self.callbacks.start(self)
 
     def _begin(
         self, as_written: ResolvedJob, restart: Restart | None, last_data_step: int | None, validate_every: int
@@ -196,6 +205,7 @@ class Engine:
         restorer, state, model, ranks = self.restorer, self.state, self.model, self.ranks
         hooks = TrainerHooks(restorer.trainer_state, restorer.rank_state, restorer.load_state, self.before_save)
         hooks.before_load, hooks.after_save = restorer.check_job, partial(run_folder.record_save, self.exports.folder)
+        hooks.extra_state = self.callbacks
         self.checkpointer = parts.checkpointer(self.job, model, self.optimizers, hooks)
         self.guards.checkpointer = self.checkpointer
         self.progress.enter("load")
@@ -219,7 +229,16 @@ class Engine:
         self.metrics = observers.metrics(job, model.device, ranks, resumed_step, state.tokens, model.adapter)
         self.caller_batches = CallerBatches(job, model, self.preparer)
         self.training_step = training_step(
-            job, ranks, model, self.optimizers, restorer.schedulers, self.guards, self.metrics, state, last_data_step
+            job,
+            ranks,
+            model,
+            self.optimizers,
+            restorer.schedulers,
+            self.guards,
+            self.metrics,
+            state,
+            self.callbacks,
+            last_data_step,
         )
         if ranks.is_main:
             plan = plan_to_record(job.layout.samples, model, ranks)
@@ -248,6 +267,8 @@ class Engine:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
         requests = self.signals.requests if self.signals is not None else StopRequests()
+        if error is not None:
+            self.callbacks.on_error(error)
         with self.resources:
             if error is None:
                 self.close()
@@ -459,6 +480,21 @@ class Engine:
     # The run
 
     @engine_call
+    def sum_over_ranks(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a tensor of all ranks, on the CPU; the ranks of a tensor-parallel group count once.
+
+        All ranks call it, with tensors of one shape. It waits for the device.
+        """
+        with host.reading("engine.sum_over_ranks"):
+            local_values = tensor.detach().to("cpu")
+        with host.computing():
+            return self.model.sum_over_ranks(local_values)
+
+    def stop(self, reason: str) -> None:
+        """End the run after this step as a complete one. All ranks call it, at the same step."""
+        self.findings.requested_stop = reason
+
+    @engine_call
     def save(self) -> Path:
         """Save a checkpoint of this step and return its folder, when it is complete."""
         self._require_no_gradients("save", "call optim_step first, as gradients are not saved")
@@ -489,6 +525,7 @@ class Engine:
         self._open_data()
         self.metrics.go_back(self.current_step, self.state.tokens)
         self.validator.go_back(self.current_step)
+        self.callbacks.hand_over()
 
     def enter(self, phase: str, step: int) -> None:
         """Report a new phase of the run to the launcher's heartbeat and to the account of its time."""
@@ -517,12 +554,14 @@ class Engine:
         logged = self.metrics.record_validation(self.current_step, results["loss"], task_metrics)
         self.findings.record(self.current_step, logged)
         self.validator.generate(self.current_step, phase)
+        self.callbacks.run("after_validation", results)
         return results
 
     def close(self) -> None:
         """Wait for the save under way, report, and leave the process group. Leaving the context does it too."""
         if self.checkpointer:
             self.checkpointer.finish()
+        self.callbacks.end()
         self.report()
         distributed.close()
 

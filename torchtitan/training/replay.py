@@ -25,7 +25,7 @@ from torchtitan.config import manager
 from torchtitan.config.changes import changes, kept_job
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.model import Compile
-from torchtitan.config.sections.run import EarlyStop, Metrics, Profiling
+from torchtitan.config.sections.run import Callbacks, EarlyStop, Metrics, Profiling
 from torchtitan.config.sections.training import Validation
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError
@@ -255,6 +255,7 @@ class RunJob:
             "profiling": Profiling(),
             "validation": Validation(),
             "early_stop": EarlyStop(),
+            "callbacks": Callbacks(),
         }
         return job.on_one_rank().with_options(changed).config
 

@@ -23,6 +23,7 @@ from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.process.host import host
 from torchtitan.process.machine import return_unused_memory
 from torchtitan.process.ranks import Ranks
+from torchtitan.training.callbacks import Callbacks
 from torchtitan.training.restore import TrainState
 
 FORWARD_BACKWARD, CLIPPING, GUARDS, OPTIMIZER = "forward and backward", "clipping", "guards", "optimizer"
@@ -92,9 +93,12 @@ class TrainingStep:
     last_step: int
     steps_in_backward: bool
     dp_rank: int
+    callbacks: Callbacks
     epochs: int | None = None
     data_steps: int | None = None
     observer: StepObserver = field(default_factory=StepObserver)
+    has_begun: bool = False
+    """True between the first gradients of a step and its update."""
 
     def run(self, data: StepData) -> StepResult:
         """Make one optimizer step. Raises what `Guards` raises, on all ranks."""
@@ -107,6 +111,9 @@ class TrainingStep:
         gradients are accumulated in this step.
         """
         self.observer.start(data)
+        if not self.has_begun:
+            self.has_begun = True
+            self.callbacks.run("before_step", data)
         self.stragglers.begin_step(data.seconds)
         self.state.is_complete = not self.steps_in_backward
         loss, valid_tokens = torch.zeros((), device=self.model.device), max(data.valid_tokens, 1)
@@ -132,6 +139,7 @@ class TrainingStep:
 
     def update(self, data: StepData, loss: torch.Tensor) -> StepResult:
         """Clip, update the weights and log, after the gradients of `data`. `loss`: this rank's share, a scalar."""
+        self.callbacks.run("after_backward")
         state, observer, norm = self.state, self.observer, self.clip()
         observer.begin(GUARDS)
         skip_reason = self.reason_to_skip(data, loss, norm)
@@ -160,7 +168,9 @@ class TrainingStep:
         observer.begin(COMPARISON)
         self.guards.compare(state.step)
         observer.end(COMPARISON)
-        return StepResult(state.step, loss, norm, lr, skip_reason)
+        result = StepResult(state.step, loss, norm, lr, skip_reason)
+        self.callbacks.run("after_step", result)
+        return result
 
     def reason_to_skip(self, data: StepData, loss: torch.Tensor, norm: torch.Tensor | None) -> str:
         """Return why the update is skipped, or "", from the scalars loss and norm. Record histograms when due."""
@@ -179,6 +189,7 @@ class TrainingStep:
 
     def run_hooks(self, step: int, updated: bool) -> None:
         """Run the model's hooks after a step, which reset its counters. `updated`: the step was applied."""
+        self.has_begun = False
         self.model.after_step(step - self.state.schedule_start, self.optimizers.optimizers, updated=updated)
 
     def log(
@@ -226,9 +237,12 @@ def training_step(
     guards: Guards,
     metrics: MetricsLogger,
     state: TrainState,
+    callbacks: Callbacks,
     data_steps: int | None = None,
 ) -> TrainingStep:
     """Build the step of a job from its parts. `data_steps`: as in `TrainingStep`."""
+    if callbacks.names["on_log"]:
+        metrics.on_record = callbacks.on_log
     return TrainingStep(
         model,
         optimizers,
@@ -241,6 +255,7 @@ def training_step(
         last_step=job.schedule.steps,
         steps_in_backward=job.config.optimizer.early_step_in_backward,
         dp_rank=model.dims.dp_rank(model.mesh),
+        callbacks=callbacks,
         epochs=job.config.training.epochs,
         data_steps=data_steps,
     )

@@ -135,6 +135,17 @@ class EarlyStop:
 
 
 @dataclass(config=STRICT, kw_only=True)
+class Callbacks:
+    """Code of installed packages that runs around the steps (docs/callbacks.md)."""
+
+    use: list[Annotated[str, NameIn("torchtitan.core.callbacks:CALLBACKS")]] = field(default_factory=list)
+    """Callbacks in the order of their calls: "package.module:Name", or a name of `torchtitan list callbacks`. The check
+    of a job imports them."""
+    options: dict[str, dict[str, int | float | bool | str | list[int | float | str]]] = field(default_factory=dict)
+    """A table of options for each callback, by its name in `use`, e.g. {"my_package:Ema" = {decay = 0.999}}."""
+
+
+@dataclass(config=STRICT, kw_only=True)
 class Metrics:
     """Log lines, metrics files, plots and trackers."""
 

@@ -25,6 +25,7 @@ from torchtitan.planner.traffic import Traffic
 from torchtitan.rules.loading import load_job
 from torchtitan.torch_internals.dispatch import VALUES_NEEDED
 from torchtitan.torch_internals.dtensor import local_part
+from torchtitan.training.callbacks import CallbackError, callbacks_of
 from torchtitan.training.step import FORWARD_BACKWARD, StepObserver
 
 MOST = 128
@@ -81,8 +82,12 @@ def rehearse(argv: list[str], rank: int, world_size: int, all_layers: bool) -> d
     use_fused_norms()
     try:
         with job_on_rank(job, rank, WITHOUT_VALUES) as (model, optimizers, batch):
-            live, rehearsal = TypedTensors(), Rehearsal(job, model, optimizers, batch)
+            callbacks = callbacks_of(job.config.callbacks)
+            live, rehearsal = TypedTensors(), Rehearsal(job, model, optimizers, batch, callbacks)
             first, second = rehearsal.measure(live), _later_steps(rehearsal)
+    except CallbackError as error:
+        kind = "refusal" if isinstance(error.__cause__, VALUES_NEEDED) else "failure"
+        return {kind: f"a hook: {error}", "traceback": traceback.format_exc()}
     except JobError:
         raise
     except VALUES_NEEDED as error:
