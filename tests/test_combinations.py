@@ -11,18 +11,17 @@ import torch
 from tests.combinations import COMPOSED, EXPERT_LAYOUTS, LAYOUTS, Combination, other_models, table
 from tests.support import other_families
 from tests.support.adapted import installed, perturb_biases, perturb_parameters
-from tests.support.jobs import full
 from tests.support.pool import run_ranks
 from torchtitan.adapters import ADAPTERS
 from torchtitan.adapters.interface import Adapter
+from torchtitan.contract.step import SAMPLES, SEQ_LEN, device_step, local_batch, micro_batch, rank_step
 from torchtitan.core.initialization import initialize
 from torchtitan.core.tensor_storage import draw_stores
-from torchtitan.datasets.samples import global_sample_numbers
 from torchtitan.losses.objective import IGNORE_INDEX, Objective
 from torchtitan.losses.tasks import TASKS
 from torchtitan.models import SIZES
 from torchtitan.models.attention import use_shifted_groups
-from torchtitan.models.dropout import add_embedding_noise, record_lengths, token_keys
+from torchtitan.models.dropout import add_embedding_noise
 from torchtitan.models.float8 import use_float8
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.models.spec import MODELS
@@ -42,7 +41,6 @@ QUANTIZED = {8: 5e-2, 4: 2 / 7.5}
 # With float8 magnitudes below 2^-13 of an operand's largest are rounded by up to 2^-17 of it, 8e-6, depending on which
 # rows a rank holds. In bfloat16 numbers next to the border of two float8 numbers, 2^-4 apart, round to either.
 FLOAT8_TOLERANCE = {"float64": 2e-5, "bfloat16": 2e-1}
-SAMPLES, SEQ_LEN = 8, 24
 FAMILIES = {**MODELS, **other_families.MODELS}
 MICRO_SIZE = dict(dim=48, n_heads=4, vocab_size=104)
 LATENT = dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
@@ -100,21 +98,7 @@ def build_adapted(row: Combination) -> tuple[torch.nn.Module, ParallelPlan, Adap
 
 
 def batch() -> dict[str, torch.Tensor]:
-    """Make a batch with documents of uneven length, and ignored labels spread unevenly over samples (so over ranks)."""
-    generator = torch.Generator().manual_seed(1)
-    tokens = torch.randint(0, MICRO_SIZE["vocab_size"], (SAMPLES, SEQ_LEN + 1), generator=generator)
-    labels = tokens[:, 1:].clone()
-    for sample in range(SAMPLES):
-        labels[sample, : 2 * sample] = IGNORE_INDEX
-    starts = (torch.rand(SAMPLES, SEQ_LEN, generator=generator) < 0.15).long()
-    starts[:, 0] = 0
-    document_ids = starts.cumsum(1)
-    index = torch.arange(SEQ_LEN).expand(SAMPLES, -1)
-    positions = index - torch.where(starts.bool(), index, 0).cummax(1).values
-    full_batch = {"tokens": tokens[:, :-1], "labels": labels, "positions": positions, "document_ids": document_ids}
-    classes = torch.randint(0, 4, (SAMPLES,), generator=generator).index_fill(0, torch.tensor([2, 5]), IGNORE_INDEX)
-    drawn = {"keys": token_keys(7, 3, torch.arange(SAMPLES), SEQ_LEN), "lengths": record_lengths(full_batch)}
-    return full_batch | {"classes": classes} | drawn
+    return micro_batch(MICRO_SIZE["vocab_size"])
 
 
 def with_task_labels(row: Combination) -> dict[str, torch.Tensor]:
@@ -209,32 +193,18 @@ def run_row(
     Returns the loss, the gradient norm, this rank's gradients, the loss in evaluation, and the expert load. Gradients
     are numpy arrays, because a tensor would be sent to the parent through a shared file.
     """
-    import torch.distributed as dist
-
     torch._dynamo.reset()
     model = assembled(row, frozen_dtype)
     full_batch = with_task_labels(row)
-    names = model_input_names(row, model.needs_keys)
-    group_size = samples_per_loss(row)
-    local_samples = global_sample_numbers(
-        torch.arange(SAMPLES // model.dims.dp), model.dims.dp_rank(model.mesh), model.dims.dp, group_size
+    inputs = {name: full_batch[name] for name in model_input_names(row, model.needs_keys)}
+    loss, norm, grads, evaluated = rank_step(
+        model,
+        local_batch(model, inputs, samples_per_loss(row)),
+        objective(row).count(full_batch),
+        row.accumulation,
+        row.evaluated,
+        {"lanes": torch.arange(local_batch_size(row, model.dims))} if row.remembers else None,
     )
-    local_batch = {name: full_batch[name][local_samples] for name in names}
-    size = local_batch_size(row, model.dims)
-    valid = objective(row).count(full_batch)
-    losses = torch.zeros(2, dtype=DTYPE[row.precision])
-    if row.evaluated:
-        model.train(False)
-        losses[1] = model.loss_sum(local_batch) / valid
-        model.train()
-    for index in range(row.accumulation):
-        part = {name: tensor[index * size : (index + 1) * size] for name, tensor in local_batch.items()}
-        part |= {"lanes": torch.arange(size)} if row.remembers else {}
-        losses[0] += model.forward_backward(part, valid, is_last=index == row.accumulation - 1)
-    dist.all_reduce(losses)
-    losses /= row.tp
-    norm = model.clip_gradients(0.0)
-    grads = {name: full(p.grad).numpy() for name, p in model.named_parameters() if p.requires_grad}
     assert all(p.grad is None for _, p in model.named_parameters() if not p.requires_grad)
     trained = [p for _, p in model.named_parameters() if p.requires_grad]
     assert all(p.grad.stride() == p.stride() for p in trained), (
@@ -248,7 +218,7 @@ def run_row(
         counted = {int(layer.sum()) for load in model.balance.loads for layer in load}
         expected = model.balance.copies * SAMPLES * SEQ_LEN * model.parts[0].args.top_k
         assert counted <= {expected}, f"experts have counted {counted} tokens, not {expected}"
-    return losses[0].item(), norm.item(), grads, losses[1].item(), model.extra_metrics()
+    return loss, norm, grads, evaluated, model.extra_metrics()
 
 
 def build_with_initial_weights(row: Combination) -> torch.nn.Module:
@@ -285,21 +255,15 @@ def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], 
     if balance is not None:
         balance.set_aux_loss_scale(model, 1 / valid)
     # a cache holds earlier batches, and a step's batch on all ranks is a run of consecutive samples
-    loss = torch.zeros((), dtype=DTYPE[row.precision])
-    for samples in torch.arange(SAMPLES).chunk(row.accumulation):
-        part = model(**{name: full_batch[name][samples] for name in model_input_names(row, model.needs_keys)}) / valid
-        part.backward()
-        loss += part.detach()
-        if row.remembers:
-            model.memory.commit()
-    grads = {name: p.grad for name, p in model.named_parameters() if p.requires_grad}
-    norm = torch.linalg.vector_norm(torch.cat([g.flatten().double() for g in grads.values()]))
+    inputs = {name: full_batch[name] for name in model_input_names(row, model.needs_keys)}
+    remember = model.memory.commit if row.remembers else lambda: None
+    loss, norm, grads = device_step(model, inputs, valid, row.accumulation, remember)
     peak = further = 0.0
     if balance is not None:
         peak = balance.metrics(model, balance.take_load(model)[1])["load_max"].item()
     if row.multi_token_prediction:
         further = model.take_extra_losses()["mtp_loss"].item() / valid
-    return loss.item(), norm.item(), grads, peak, further
+    return loss, norm, grads, peak, further
 
 
 def plain_twin(row: Combination) -> Combination:

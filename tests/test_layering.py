@@ -56,6 +56,7 @@ ROOMS: dict[str, set[str]] = {
         "optimizers",
     }
     | {"parallelisms", "process", "rules", "torch_internals", "training"},
+    "contract": {"adapters", "datasets", "losses", "models", "optimizers", "parallelisms"},
     "launch": {"config", "core", "launcher", "metrics", "process", "rules"},
     "commands": {"adapters", "assembly", "checkpoint", "config", "core", "datasets", "job", "launcher", "losses"}
     | {"lr_schedules", "metrics", "models", "optimizers", "parallelisms", "planner", "process", "rules", "training"},

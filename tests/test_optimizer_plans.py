@@ -6,11 +6,9 @@ from functools import cache
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 from tests.combinations import LAYOUTS, Combination
 from tests.combinations_optimizers import FLIPPED, KINDS, LOW, optimizers
-from tests.support.jobs import full
 from tests.support.pool import RankFailed, run_ranks
 from tests.test_combinations import (
     FAMILIES,
@@ -18,11 +16,11 @@ from tests.test_combinations import (
     assembled,
     batch,
     build_with_initial_weights,
-    local_batch_size,
     model_input_names,
     objective,
     plain_twin,
 )
+from torchtitan.contract.step import device_weights, local_batch, rank_weights
 from torchtitan.optimizers.build import build_optimizers
 
 SHARED = dict(beta1=0.9, beta2=0.95, eps=1e-8)
@@ -40,20 +38,9 @@ def weights_after_steps(row: Combination, name: str, options: dict) -> dict[str,
     """Train on this rank of the row; return the full weights of its part of the model."""
     model = assembled(row)
     stepping = optimizers_of(model.parts, name, options)
-    full_batch, size = batch(), local_batch_size(row, model.dims)
-    local_batch = {
-        name: full_batch[name][model.dims.dp_rank(model.mesh) :: model.dims.dp]
-        for name in model_input_names(row, False)
-    }
-    valid = objective(row).count(full_batch)
-    for _ in range(STEPS):
-        for index in range(row.accumulation):
-            part = {name: tensor[index * size : (index + 1) * size] for name, tensor in local_batch.items()}
-            model.forward_backward(part, valid, is_last=index == row.accumulation - 1)
-        model.clip_gradients(1.0)
-        stepping.step()
-        stepping.zero_grad()
-    return {name: full(parameter.detach()).numpy() for name, parameter in model.named_parameters()}
+    full_batch = batch()
+    inputs = local_batch(model, {name: full_batch[name] for name in model_input_names(row, False)})
+    return rank_weights(model, stepping, inputs, objective(row).count(full_batch), STEPS, row.accumulation)
 
 
 @cache
@@ -62,15 +49,8 @@ def on_one_device(row: Combination, kind: str) -> dict[str, torch.Tensor]:
     model, balance = build_with_initial_weights(row), FAMILIES[row.model].balance
     stepping = optimizers_of([model], *KINDS[kind])
     full_batch = batch()
-    valid = objective(row).count(full_batch)
-    for _ in range(STEPS):
-        if balance is not None:
-            balance.set_aux_loss_scale(model, 1 / valid)
-        (model(**{name: full_batch[name] for name in model_input_names(row, False)}) / valid).backward()
-        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        stepping.step()
-        stepping.zero_grad()
-    return {name: parameter.detach() for name, parameter in model.named_parameters()}
+    inputs = {name: full_batch[name] for name in model_input_names(row, False)}
+    return device_weights(model, stepping, inputs, objective(row).count(full_batch), STEPS, balance)
 
 
 @pytest.mark.parametrize("row", optimizers(), ids=str)

@@ -1,0 +1,1 @@
+"""Hold families, tasks, optimizers, adapters and schedules against one device, under every plan."""
