@@ -56,10 +56,12 @@ ROOMS: dict[str, set[str]] = {
         "optimizers",
     }
     | {"parallelisms", "process", "rules", "torch_internals", "training"},
-    "contract": {"adapters", "datasets", "losses", "models", "optimizers", "parallelisms"},
+    "contract": {"adapters", "assembly", "config", "core", "datasets", "job", "losses", "lr_schedules", "models"}
+    | {"optimizers", "parallelisms", "process", "rules", "training"},
     "launch": {"config", "core", "launcher", "metrics", "process", "rules"},
-    "commands": {"adapters", "assembly", "checkpoint", "config", "core", "datasets", "job", "launcher", "losses"}
-    | {"lr_schedules", "metrics", "models", "optimizers", "parallelisms", "planner", "process", "rules", "training"},
+    "commands": {"adapters", "assembly", "checkpoint", "config", "contract", "core", "datasets", "job", "launcher"}
+    | {"losses", "lr_schedules", "metrics", "models", "optimizers", "parallelisms", "planner", "process", "rules"}
+    | {"training"},
     "plugins": {"adapters", "checkpoint", "commands", "config", "core", "datasets", "launch", "launcher"}
     | {"job", "losses", "lr_schedules", "models", "parallelisms", "process", "rules", "training"},
     "cli": {"commands", "core", "process"},  # imports a command's module when it runs

@@ -8,6 +8,7 @@ COMMANDS = {
     "rehearse": "run the whole step of a job on a fake CUDA: host waits, kernels, collectives, memory, without a GPU",
     "plan": "find the fastest parallel plans of a job for some GPUs, with their time, memory and price",
     "list": "list models, datasets, tokenizers, optimizers, adapters and schedules, also of installed packages",
+    "contract": "try what an installed package brings under every plan, against one device",
     "preview": "show the first samples that the model will see: decoded, with document borders and masks",
     "schedule": "simulate a pipeline schedule: its bubble, peak memory, comparison with others, and a picture",
     "bench": "measure speed and memory of a job's steps, for each combination of some options' values",

@@ -124,6 +124,18 @@ def _list() -> CommandParser:
     return parser
 
 
+def _contract() -> CommandParser:
+    parser = CommandParser("contract", "Exit code: 0 if everything holds, 1 if not, 2 if the package cannot be tried.")
+    package = "an installed package, or MODULE:NAME of what its entry point would lead to"
+    parser.add_argument("package", metavar="PACKAGE", help=package)
+    only = "try one thing alone: family, task, optimizer, adapter or schedule, and its name"
+    parser.add_argument("--only", metavar="KIND:NAME", help=only)
+    ranks = "leave out plans of more ranks (default 4)"
+    parser.add_argument("--ranks", type=whole_number(1), default=4, metavar="N", help=ranks)
+    parser.add_argument("--list", action="store_true", help="print the rows without running them")
+    return parser
+
+
 def _preview() -> CommandParser:
     parser = CommandParser("preview", takes="job")
     parser.add_argument("--samples", type=whole_number(1), default=2, metavar="N", help="samples (default 2)")
@@ -491,6 +503,7 @@ PARSERS: dict[str, Callable[[], CommandParser]] = {
     "rehearse": _rehearse,
     "plan": _plan,
     "list": _list,
+    "contract": _contract,
     "preview": _preview,
     "schedule": _schedule,
     "bench": _bench,

@@ -13,17 +13,17 @@ from torch import nn
 
 from torchtitan.adapters.interface import full_tensor
 from torchtitan.datasets.samples import global_sample_numbers
-from torchtitan.losses.objective import IGNORE_INDEX
+from torchtitan.losses.objective import IGNORE_INDEX, Batch
 from torchtitan.models.dropout import record_lengths, token_keys
 from torchtitan.optimizers.build import Optimizers
 from torchtitan.parallelisms.expert_balance import LoadBalancing
-from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
+from torchtitan.parallelisms.parallel_model import ParallelModel
 
 SAMPLES, SEQ_LEN, CLASSES = 8, 24, 4
 CLIP = 1.0
 
 
-def micro_batch(vocab_size: int) -> Batch:
+def micro_batch(vocab_size: int) -> dict[str, torch.Tensor]:
     """Make a batch with documents of uneven length, and ignored labels spread unevenly over samples (so over ranks)."""
     generator = torch.Generator().manual_seed(1)
     tokens = torch.randint(0, vocab_size, (SAMPLES, SEQ_LEN + 1), generator=generator)
@@ -42,7 +42,7 @@ def micro_batch(vocab_size: int) -> Batch:
     return batch | {"classes": classes} | drawn
 
 
-def local_batch(model: ParallelModel, batch: Batch, group_size: int = 1) -> Batch:
+def local_batch(model: ParallelModel, batch: Batch, group_size: int = 1) -> dict[str, torch.Tensor]:
     """Return this rank's samples of a batch. `group_size`: adjacent samples that share a loss term."""
     dims = model.dims
     numbers = torch.arange(SAMPLES // dims.dp)
@@ -65,6 +65,7 @@ def accumulate(
 
 
 def trained_gradient(name: str, parameter: nn.Parameter) -> torch.Tensor:
+    """Return the gradient of a trained parameter of any shape. Raises ValueError if there is none."""
     if parameter.grad is None:
         raise ValueError(f"{name} is trained and has no gradient: the loss does not depend on it; use or freeze it")
     return parameter.grad
@@ -72,7 +73,7 @@ def trained_gradient(name: str, parameter: nn.Parameter) -> torch.Tensor:
 
 def rank_step(
     model: ParallelModel,
-    batch: Batch,
+    batch: dict[str, torch.Tensor],
     valid: int,
     passes: int = 1,
     evaluated: bool = False,

@@ -1,0 +1,141 @@
+"""`torchtitan contract`: planted faults of an outside package are named in words, and right ones hold."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from tests.support.jobs import ROOT
+from tests.support.outside_package import ENTRIES, HEAVY, LIGHT
+from tests.support.packages import install
+from torchtitan import cli
+from torchtitan.commands import contract
+from torchtitan.contract.items import Item, Row, items_of, rows_of
+from torchtitan.core import registry
+
+
+@pytest.fixture
+def installed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(install(tmp_path / "site", "acme-titan", ENTRIES, light=LIGHT, heavy=HEAVY))
+    registry.installed_entries.cache_clear()
+    yield tmp_path / "site"
+    registry.installed_entries.cache_clear()
+    for name in [name for name in sys.modules if name.partition(".")[0] in ("acme_titan", "other", "torn")]:
+        del sys.modules[name]
+
+
+def judged(item: str, check: str, folder) -> tuple[str, str]:
+    (brought,) = (other for other in items_of("acme-titan") if str(other) == item)
+    outcome, lines = contract._judge(Row(brought, check), {}, folder)
+    return outcome, "\n".join(lines)
+
+
+FAULTS = {
+    ("family:summed_twice", "TP 2"): "the gradient of layers.0.attention_norm.weight (and of 4 like it) is 2 times one "
+    "device's: it is summed over tp once too often, or each rank computes it in full; declare its module in the "
+    "ParallelPlan",
+    ("family:undeclared", "TP 2 with sequence parallel"): "layers.0.attention_norm.weight: no pattern of the "
+    "tensor-parallel plan covers this parameter; add its module to column, row, replicated or sequence",
+    ("adapter:partial", "TP 2"): "each rank has a part of it, and they are not added up over tp; return its gradient's "
+    "placement from `tensor_placements`",
+    ("optimizer:ShardNormed", "FSDP2 2"): "its step reads what depends on the shard, as a norm or a maximum of "
+    "`to_local()` would",
+    ("adapter:forgetful", "save and resume"): "after a resume the loss of step 4 is ",
+    ("task:longest", "count"): "`count` of 8 rows is 48, and 144 summed over parts of two rows: it is not additive",
+    ("schedule:counting", "function of the step"): "f(0, 1) is 1 in one call and 0.0294118 in a later one: it is no "
+    "function of the step",
+}
+
+
+@pytest.mark.parametrize(("item", "check"), FAULTS, ids=[" ".join(row) for row in FAULTS])
+def test_a_planted_fault_is_named_in_words(item, check, installed, tmp_path):
+    outcome, text = judged(item, check, tmp_path)
+    assert outcome == contract.FAILS and FAULTS[item, check] in text
+
+
+RIGHT = [
+    ("family:acme", "CP 2 x TP 2, recompute"),
+    ("family:acme", "PP 2 x FSDP2 2"),
+    ("task:acme_pairs", "PP 2, DualPipeV"),
+    ("task:acme_pairs", "save and resume"),
+    ("optimizer:Normed", "HSDP 2x2"),
+    ("adapter:vector", "TP 2"),
+    ("adapter:forgetful", "FSDP2 2"),
+]
+
+
+@pytest.mark.parametrize(("item", "check"), RIGHT, ids=[" ".join(row) for row in RIGHT])
+def test_what_is_right_holds(item, check, installed, tmp_path):
+    assert judged(item, check, tmp_path) == (contract.HOLDS, "")
+
+
+def test_what_check_refuses_is_left_out(installed, tmp_path):
+    outcome, text = judged("family:acme", "EP 2", tmp_path)
+    assert outcome == contract.LEFT_OUT
+    assert text.startswith("torchtitan check refuses it: parallelism.expert_parallel_degree: given 2; allowed: 1 for")
+    assert judged("task:acme_pairs", "CP 2", tmp_path)[0] == contract.LEFT_OUT
+
+
+def test_a_family_with_experts_runs_them_in_parallel(tmp_path):
+    item = Item("family", "qwen3_moe", "torchtitan.models.qwen3_moe:FAMILY")
+    assert contract._judge(Row(item, "EP 2"), {}, tmp_path) == (contract.HOLDS, [])
+
+
+def test_exit_codes_and_the_table(installed, capsys):
+    assert cli.main(["contract", "acme_titan", "--only", "schedule:straight"]) == 0
+    out = capsys.readouterr().out.splitlines()
+    assert out[0].startswith("[1/1] schedule:straight  function of the step: holds  (")
+    assert out[-1].split() == ["schedule:straight", "1", "0", "0"]
+    assert cli.main(["contract", "acme-titan", "--ranks", "1"]) == 1
+    out = capsys.readouterr().out.splitlines()
+    table = {line.split()[0]: line.split()[1:] for line in out[-12:]}
+    assert table["family:acme"] == ["1", "0", "0"] and table["adapter:vector"] == ["1", "0", "0"]
+    assert table["task:longest"] == ["0", "1", "0", "count"]
+
+
+def test_the_rows(installed, capsys):
+    assert cli.main(["contract", "acme-titan", "--list", "--ranks", "2", "--only", "optimizer:Normed"]) == 0
+    assert capsys.readouterr().out.splitlines()[:2] == [
+        "optimizer:Normed  save and resume  (2 ranks)",
+        "optimizer:Normed  FSDP2 2  (2 ranks)",
+    ]
+    assert len(items_of("acme-titan")) == 12
+    (item,) = items_of("acme_titan.light:falling")
+    assert item == Item("schedule", "falling", "acme_titan.light:falling")
+    assert max(row.ranks for row in rows_of(items_of("acme-titan")[0], 4)) == 4
+
+
+ERRORS = {
+    "nothing-there": "nothing-there: no installed package of this name; install it, or write MODULE:NAME",
+    "other": "other: it brings nothing to check; allowed: entry points of torchtitan.models, torchtitan.tasks, "
+    "torchtitan.optimizers, torchtitan.adapters, torchtitan.schedules",
+    "torn": "'torn' of group torchtitan.optimizers, by the installed package torn (torn.broken:X): cannot be imported "
+    "(ZeroDivisionError: division by zero); mend or uninstall the package",
+    "torn.broken:X": "torn.broken:X: cannot be imported (ZeroDivisionError: division by zero); mend the package",
+    "torn.missing:X": "torn.missing:X: cannot be imported (ModuleNotFoundError: No module named 'torn.missing'); mend "
+    "the package",
+    "acme_titan.light:SIZES": "acme_titan.light:SIZES: given a dict; allowed: Family, TaskSpec, OptimizerSpec, "
+    "AdapterSpec, or a function f(p, cycles)",
+    "acme_titan.light:WITHOUT_DEBUG": "family:WITHOUT_DEBUG: it has no size called debugmodel; add one to its `sizes`",
+    "acme-titan --only family:acne": "--only: given family:acne; allowed: family:acme, ",
+}
+
+
+@pytest.mark.parametrize("arguments", ERRORS)
+def test_what_cannot_be_tried_is_a_sentence(arguments, installed, capsys):
+    install(installed, "other", "[torchtitan.trackers]\nours = other.light:X\n", light="X = 3")
+    install(installed, "torn", "[torchtitan.optimizers]\ntorn = torn.broken:X\n", broken="1 / 0")
+    registry.installed_entries.cache_clear()
+    assert cli.main(["contract", *arguments.split()]) == 2
+    assert " ".join(capsys.readouterr().err.split()).startswith(ERRORS[arguments])
+
+
+def test_it_needs_nothing_of_the_tests(tmp_path):
+    """A copy of the package alone, as a wheel installs it, tries one of its own."""
+    (tmp_path / "torchtitan").symlink_to(ROOT / "torchtitan")
+    arguments = ["contract", "torchtitan.models.qwen3:FAMILY", "--ranks", "1"]
+    command = [sys.executable, "-m", "torchtitan", *arguments]
+    environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
+    done = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "") and "family:FAMILY  export: holds" in done.stdout

@@ -1,0 +1,267 @@
+"""The checks of a row. Each runs on the row's ranks; what it returns is judged in diagnosis.py."""
+
+import hashlib
+import json
+import math
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from torchtitan.adapters.interface import Adapter, full_tensor
+from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder, model_spec
+from torchtitan.config.manager import load
+from torchtitan.contract.items import Item, Row
+from torchtitan.contract.step import (
+    SAMPLES,
+    device_step,
+    device_weights,
+    local_batch,
+    micro_batch,
+    rank_step,
+    rank_weights,
+)
+from torchtitan.core.initialization import Normal, clean_name, draw, initialize
+from torchtitan.core.tensor_storage import Deferred, draw_stores
+from torchtitan.job import ResolvedJob
+from torchtitan.losses.objective import IGNORE_INDEX, Batch, Objective
+from torchtitan.lr_schedules import DECAYS
+from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.process.ranks import read_ranks
+from torchtitan.training.batches import batch_keys
+from torchtitan.training.trainer import Trainer
+
+SEED, STEPS, SAVED = 7, 3, 2
+DEVICE = torch.device("cpu")
+
+
+def job_of(row: Row) -> ResolvedJob:
+    return ResolvedJob(load(row.arguments()), row.ranks)
+
+
+@torch.no_grad()
+def perturb(model: nn.Module | ParallelModel, adapter: Adapter | None) -> None:
+    """Move biases and an adapter's parameters from initial values at which gradients would be zero."""
+    added = () if adapter is None else adapter.added_parameters
+    for name, parameter in model.named_parameters():
+        if (clean_name(name) in added or name.endswith(".bias")) and parameter.is_floating_point():
+            before = parameter.detach().clone()
+            draw(parameter, Normal(0.1), clean_name(name))
+            parameter.add_(before)
+
+
+def plain_model(job: ResolvedJob) -> tuple[nn.Module, Adapter | None]:
+    """Return the model and its adapter on one device in float64."""
+    builder, spec = ModelBuilder(job), model_spec(job.model)
+    model: Any = spec.build(job.model.args)
+    model.loss = builder.objective()
+    if (adapter := builder.adapter()) is not None:
+        adapter.install(model, spec.plan)
+    model.double()
+    initialize(model, SEED, model.init_rule)
+    draw_stores(model, SEED, model.init_rule)
+    if adapter is not None:
+        adapter.init_from_base([model])
+    perturb(model, adapter)
+    return model, adapter
+
+
+def parallel_model(job: ResolvedJob) -> ParallelModel:
+    """Return the same on this rank of the job's plan."""
+    builder, dims = ModelBuilder(job), job.layout.dims
+    model, plan, adapter = builder.adapted_model()
+    parallel = ParallelModel(
+        model.double(),
+        dims.build_mesh("cpu"),
+        dims,
+        plan,
+        replace(builder.parallel_options(), param_dtype=torch.float64, reduce_dtype=torch.float64),
+        device=DEVICE,
+        seed=SEED,
+        pipeline=builder.pipeline_options(),
+        balance=model_spec(job.model).balance,
+        adapter=adapter,
+    )
+    perturb(parallel, adapter)
+    return parallel
+
+
+def batch_of(job: ResolvedJob, model: Any) -> tuple[Batch, int, Objective]:
+    """Return the tensors that the model reads, the number of loss terms, and the objective."""
+    objective, batch = ModelBuilder(job).objective(), micro_batch(job.model.args.vocab_size)
+    labels = torch.full_like(batch["labels"], IGNORE_INDEX)
+    if job.model.spec.labels == "classes":
+        labels[:, -1 if job.model.args.causal else 0] = batch["classes"]
+        batch["labels"] = labels
+    elif job.model.spec.labels == "same":
+        hidden = torch.rand(labels.shape, generator=torch.Generator().manual_seed(2)) < 0.3
+        batch["labels"] = torch.where(hidden & (batch["labels"] != IGNORE_INDEX), batch["tokens"], labels)
+    unknown = torch.linspace(-1, 0, SAMPLES, dtype=torch.float64)  # such as log-probabilities of a reference
+    names = batch_keys(objective, True, ("keys",) * getattr(model, "needs_keys", False))
+    return {name: batch.get(name, unknown) for name in names}, objective.count(batch), objective
+
+
+def reference(row: Row, file: str) -> dict[str, Any]:
+    """Write the gradients of one device, or for an optimizer its weights, to a file; return loss and norm."""
+    job = job_of(row)
+    model, _ = plain_model(job)
+    batch, valid, _ = batch_of(job, model)
+    balance = model_spec(job.model).balance
+    if row.item.kind == "optimizer":
+        before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        built = parts.optimizers(job.config.optimizer, SimpleNamespace(parts=[model], adapter=None))  # type: ignore[arg-type]
+        tensors = device_weights(model, built, batch, valid, STEPS, balance)
+        moved = {name: (tensor - before[name]).abs().max().item() for name, tensor in tensors.items()}
+        _write(file, tensors)
+        return {"scales": moved, "names": list(tensors)}
+    if balance is not None:
+        balance.set_aux_loss_scale(model, 1 / valid)
+    loss, norm, tensors = device_step(model, batch, valid)
+    _write(file, tensors)
+    # gradients that cancel to rounding are held against the norm of all
+    scales = {name: max(tensor.abs().max().item(), 1e-4 * norm) for name, tensor in tensors.items()}
+    return {"loss": loss, "norm": norm, "scales": scales, "names": list(tensors)}
+
+
+def _write(file: str, tensors: Mapping[str, torch.Tensor]) -> None:
+    arrays: dict[str, Any] = {name: tensor.numpy() for name, tensor in tensors.items()}
+    np.savez(file, **arrays)
+
+
+def under_plan(row: Row, expected: dict[str, Any], file: str, tolerance: float) -> dict[str, Any]:
+    """Run the row's plan on this rank. Return loss, norm, the names of its tensors, and those that differ."""
+    job = job_of(row)
+    model = parallel_model(job)
+    batch, valid, _ = batch_of(job, model)
+    local = local_batch(model, batch, job.model.spec.rows_per_sample)
+    values: dict[str, Any] = {"loss": None, "norm": None}
+    if row.item.kind == "optimizer":
+        tensors = rank_weights(model, parts.optimizers(job.config.optimizer, model), local, valid, STEPS)
+    else:
+        values["loss"], values["norm"], tensors, _ = rank_step(model, local, valid)
+    stored = np.load(file)
+    tied = {copy: name for part in model.parts for copy, name in part.tied_names.items()}  # a pipeline names both
+    tensors = {name if name in stored else tied.get(name, name): tensor for name, tensor in tensors.items()}
+    scales = expected["scales"]
+    faulty = {n: t for n, t in tensors.items() if not np.abs(t - stored[n]).max() <= tolerance * scales[n]}
+    return values | {"names": list(tensors), "faulty": faulty}
+
+
+def resumed(row: Row, folder: Path) -> list[Any]:
+    """Return (loss of each step, digests of weights and optimizer state) of a run, and of one that resumes in it."""
+    options: dict[str, Any] = {"job__dump_folder": folder, "checkpoint__enable": True, "checkpoint__interval": SAVED}
+    options |= _records(job_of(row), folder)
+    return [_train(row, options), _train(row, options | {"checkpoint__load_step": SAVED})]
+
+
+def _records(job: ResolvedJob, folder: Path) -> dict[str, Any]:
+    """Write data of the job's task; return the options that read them."""
+    letters = [chr(97 + number % 26) * (1 + number % 5) for number in range(64)]
+    fields: list[dict[str, Any]] = [{"text": 20 * a} for a in letters]
+    if job.model.spec.whole_records:
+        fields = [{"prompt": a, "completion": a + "x"} for a in letters]
+    if job.model.spec.rows_per_sample == 2:
+        fields = [{"prompt": a, "chosen": a + "x", "rejected": "y"} for a in letters]
+    elif job.model.spec.labels == "classes":
+        fields = [{"text": a, "label": number % 4} for number, a in enumerate(letters)]
+    path = folder / "records.jsonl"
+    if dist.get_rank() == 0:
+        path.write_text("".join(json.dumps(record) + "\n" for record in fields))
+    dist.barrier()
+    return {"training__dataset": "text", "training__dataset_path": path}
+
+
+def _train(row: Row, options: dict[str, Any]) -> Any:
+    config = load(row.arguments(**options))
+    trainer = Trainer(config, read_ranks())
+    trainer.train()
+    trainer.metrics.close()
+    dist.barrier()
+    lines = Path(config.job.dump_folder, "metrics.jsonl").read_text().splitlines()
+    records = [record for record in map(json.loads, lines) if "loss" in record]
+    return {record["step"]: record["loss"] for record in records}, dict(_digests(trainer))
+
+
+def _digests(trainer: Trainer) -> Iterator[tuple[str, str]]:
+    for name, parameter in trainer.model.named_parameters():
+        state: Mapping[str, Any] = next((o.state[parameter] for o in trainer.optimizers if parameter in o.state), {})
+        for key, value in (("", parameter.detach()), *state.items()):
+            content = full_tensor(value).double().numpy().tobytes() if torch.is_tensor(value) else repr(value).encode()
+            yield f"{name} {key}".strip(), hashlib.sha256(content).hexdigest()
+
+
+def export(row: Row) -> str:
+    """Write the family as a folder of Hugging Face, read it back, and return what differs."""
+    job = job_of(row)
+    hf = model_spec(job.model).hf
+    if hf is None or hf.config is None:
+        return "-the family declares no folder of Hugging Face"
+    model, other = plain_model(job)[0].float(), plain_model(job)[0].float()
+    state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    for parameter in other.parameters():
+        parameter.data.fill_(float("nan"))
+    with tempfile.TemporaryDirectory() as folder:
+        hf.save_hf(folder, state, job.model.args)
+        hf.load_hf(folder, other, job.model.args)
+    loaded = other.state_dict()
+    faulty = [name for name in state if not torch.equal(state[name], loaded[name])]
+    return f"{faulty[0]} differs in a folder of Hugging Face, written and read ({len(faulty)} in all)" if faulty else ""
+
+
+def merge(row: Row) -> str:
+    """Return how the model with the adapter merged in differs from the adapted one."""
+    job = job_of(row)
+    model, adapter = plain_model(job)
+    assert adapter is not None
+    spec = model_spec(job.model)
+    plain = spec.build(job.model.args).double()
+    plain.loss = ModelBuilder(job).objective()
+    merged = adapter.merged_tensors([model])
+    if not any(isinstance(value, Deferred) for value in merged.values()):
+        return "-no module of the adapter has `merged_weight`"
+    plain.load_state_dict({name: value.detach() for name, value in merged.items()})
+    batch, _, _ = batch_of(job, model)
+    with torch.no_grad():
+        adapted, plainly = (m.eval()(**batch).item() for m in (model, plain))
+    if abs(adapted - plainly) <= 1e-6 * abs(adapted):
+        return ""
+    return f"the loss is {plainly:.8g} with merged weights and {adapted:.8g} with the adapter: correct `merged_weight`"
+
+
+def count(row: Row) -> str:
+    """Return how the objective's count of a batch differs from the sum over its parts."""
+    job = job_of(row)
+    batch, total, objective = batch_of(job, None)
+    parts_of_batch = [{k: v[rows] for k, v in batch.items()} for rows in torch.arange(SAMPLES).chunk(4)]
+    summed = sum(map(objective.count, parts_of_batch))
+    if summed == total:
+        return ""
+    return (
+        f"`count` of {SAMPLES} rows is {total}, and {summed} summed over parts of two rows: it is not additive, so the "
+        "loss would depend on the number of ranks; return the number of loss terms in the batch"
+    )
+
+
+def function_of_step(item: Item) -> str:
+    """Return how the shape of a schedule differs from a function of the fraction decayed."""
+    item.load()
+    shape, points = DECAYS[item.name], [number / 16 for number in range(17)]
+    first = [shape(point, 1) for point in points]
+    second = [shape(point, 1) for point in reversed(points)][::-1]
+    for point, value, other in zip(points, first, second, strict=True):
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            return f"f({point:g}, 1) = {value!r}; allowed: a finite number, 1 at the peak and 0 at the floor"
+        if value != other:
+            return (
+                f"f({point:g}, 1) is {value:.6g} in one call and {other:.6g} in a later one: it is no function of the "
+                "step, so a resumed run has other rates; compute it from p and cycles alone"
+            )
+    return ""

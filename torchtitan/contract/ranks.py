@@ -1,0 +1,85 @@
+"""Ranks of a check: fresh processes with a gloo group, forked from one that has imported torch."""
+
+import os
+import tempfile
+import time
+import traceback
+from collections.abc import Callable
+from contextlib import suppress
+from multiprocessing import connection, get_context
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+LIMIT = 180.0
+"""Seconds of a check."""
+END_SECONDS = 2.0
+"""After an error, for ranks in collectives that never end."""
+
+
+class RankError(Exception):
+    """A check raised on a rank, or did not end in time."""
+
+
+def run_on_ranks(ranks: int, function: Callable[..., Any], *args: Any) -> list[Any]:
+    """Return `function(*args)` of every rank. Raises RankError with the first error."""
+    context = get_context("forkserver")
+    context.set_forkserver_preload([function.__module__])
+    with tempfile.TemporaryDirectory(prefix="contract-") as folder:
+        pipes, processes = [], []
+        for rank in range(ranks):
+            pipe, child_pipe = context.Pipe()
+            processes.append(context.Process(target=_answer, args=(rank, ranks, folder, child_pipe, function, args)))
+            processes[-1].start()
+            child_pipe.close()
+            pipes.append(pipe)
+        try:
+            return _answers(pipes)
+        finally:
+            for pipe in pipes:
+                pipe.close()
+            for process in processes:
+                process.join(END_SECONDS)
+                process.kill()
+                process.join()
+
+
+def _answers(pipes: list[Any]) -> list[Any]:
+    answers, deadline = dict[int, Any](), time.monotonic() + LIMIT
+    while len(answers) < len(pipes):
+        waiting = {pipe: rank for rank, pipe in enumerate(pipes) if rank not in answers}
+        ready: list[Any] = connection.wait(list(waiting), timeout=max(0.0, deadline - time.monotonic()))
+        if not ready:
+            raise RankError(
+                f"rank {min(waiting.values())} did not end within {LIMIT:.0f} s: ranks may wait in different "
+                "collectives"
+            )
+        for pipe in ready:
+            rank = waiting[pipe]
+            try:
+                error, answers[rank] = pipe.recv()
+            except EOFError:
+                error = "the process was killed"
+            if error:
+                raise RankError(f"rank {rank}: {error}")
+    return [answers[rank] for rank in range(len(pipes))]
+
+
+def _answer(rank: int, ranks: int, folder: str, pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
+    variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
+    os.environ.update({name: str(value) for name, value in variables.items()}, TORCH_GLOO_LAZY_INIT="0")
+    with open(os.devnull, "w") as quiet:  # what is wrong is sent
+        os.dup2(quiet.fileno(), 1)
+        os.dup2(quiet.fileno(), 2)
+    torch.set_num_threads(1)
+    store = dist.FileStore(str(Path(folder, "store")), ranks)
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=ranks)
+    try:
+        pipe.send(("", function(*args)))
+    except BaseException as error:  # foreign code may raise any type
+        frames = [frame for frame in traceback.extract_tb(error.__traceback__) if "/torch/" not in frame.filename]
+        pipe.send((f"{type(error).__name__} at {frames[-1].filename}:{frames[-1].lineno}: {error}", None))
+    with suppress(EOFError):  # a rank that ends would break the collectives of slower ones
+        pipe.recv()
