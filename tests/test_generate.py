@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import io
+import json
 import os
 import shutil
 import subprocess
@@ -24,6 +25,7 @@ from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.base import WINDOW_TOKENS, decode_stream
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.models import SIZES, kv_cache
+from torchtitan.models.hf.config import GENERATION
 from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
@@ -111,6 +113,19 @@ def test_top_k(top_k):
         for last, chosen in zip(ids, ids[1:], strict=False):
             better = (model.logits[last, :258] > model.logits[last, chosen]).sum()
             assert better < top_k
+
+
+@pytest.mark.parametrize("top_p", [1e-9, 0.3, 0.7])
+def test_top_p_is_that_of_transformers(top_p):
+    from transformers import TopPLogitsWarper
+
+    model = random_model()
+    for last in range(40):
+        row = model.logits[last : last + 1, :258].detach()
+        allowed = (TopPLogitsWarper(top_p)(None, row / 2.0)[0] > -torch.inf).nonzero().flatten().tolist()
+        options = dict(top_p=top_p, temperature=2.0, max_new_tokens=1)
+        drawn = {token for seed in range(20) for token in sample(model, [last], seed=seed, **options)}
+        assert drawn <= {*allowed} and (len(allowed) > 1 or drawn == {*allowed} - {BYTES.eos_id})
 
 
 @pytest.mark.parametrize("temperature", [1e-6, 1e-300])
@@ -221,6 +236,39 @@ def test_text_equals_transformers_on_the_exported_weights(run, capsys):
     argv = (run, "--prompt", "alpha be", "--temperature", 0, "--max_new_tokens", 16)
     assert run_generate(capsys, *argv) == expected + "\n"
     assert len(set(ids[9:])) > 1  # so that equality says something
+
+
+def test_sampling_defaults_are_those_of_the_folder(run, tmp_path, capsys):
+    """They are shown in one line. The command line wins, and what has no option here is named."""
+    shutil.copytree(run / "model_hf", tmp_path / "hf")
+    file = tmp_path / "hf" / GENERATION
+    stored = json.loads(file.read_text()) if file.exists() else {}
+
+    def generated(settings: dict[str, object], *argv: str) -> tuple[str, str]:
+        file.write_text(json.dumps(stored | settings))
+        assert cli.main(["generate", str(tmp_path / "hf"), "--prompt=alpha", "--max-new-tokens=12", *argv]) == 0
+        text, log = capsys.readouterr()
+        return text, "".join(line for line in log.splitlines() if line.startswith(GENERATION))
+
+    warm = {"do_sample": True, "temperature": 5.0, "top_k": 3, "top_p": 0.9}
+    options = ["--temperature=5", "--top-k=3", "--top-p=0.9"]
+    text, line = generated(warm | {"repetition_penalty": 1.1, "min_p": None})
+    shown = "temperature 5.0, top_k 3, top_p 0.9; not applied: repetition_penalty 1.1"
+    assert line == f"{GENERATION}: {shown}" and (text, "") == generated({}, *options)
+    assert generated({}, "--temperature=0")[0] != text  # so that equality says something
+    assert generated(warm, "--temperature=0") == (
+        generated({}, "--temperature=0")[0],
+        f"{GENERATION}: top_k 3, top_p 0.9",
+    )
+    assert generated({"do_sample": False}) == (generated({}, "--temperature=0")[0], f"{GENERATION}: temperature 0")
+    assert generated({"temperature": 5.0}) == generated({})  # as in transformers, which does not sample
+    for settings, message in (
+        ({"top_p": 2}, "top_p = 2; allowed: a number above 0, at most 1"),
+        ({"top_k": 1.5}, "top_k = 1.5"),
+    ):
+        file.write_text(json.dumps(stored | {"do_sample": True} | settings))
+        assert cli.main(["generate", str(tmp_path / "hf")]) == 2
+        assert message in capsys.readouterr().err
 
 
 def test_every_folder_with_the_weights_is_accepted(run, capsys, monkeypatch):
@@ -530,6 +578,7 @@ def bad_arguments() -> Iterator[tuple[list[str], str]]:
     yield ["x", "--temperature", "-0.1"], "--temperature: given '-0.1'; allowed: a number >= 0"
     yield ["x", "--temperature", "nan"], "--temperature: given 'nan'"
     yield ["x", "--temperature", "inf"], "--temperature: given 'inf'"
+    yield ["x", "--top_p", "-1"], "--top-p: given '-1'; allowed: a number >= 0"
     yield ["x", "--top_k", "-1"], "--top-k: given '-1'; allowed: a whole number >= 0"
     yield ["x", "--top_k", "many"], "--top-k: given 'many'"
     yield ["x", "--seed", "-1"], "--seed: given '-1'"

@@ -15,11 +15,7 @@ from typing import Any
 import torch
 
 from torchtitan.commands.command_lines import parse_command
-from torchtitan.commands.generate import (
-    CONTROLS,
-    find_decoder,
-    sample,
-)
+from torchtitan.commands.generate import CONTROLS, find_decoder, sample, sampling_of
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.conversations import end_of_turn_ids
@@ -64,7 +60,8 @@ def main(argv: list[str]) -> int:
     if form == CHAT and options.system is None:
         options.system = config.data.default_system
     ends = job.model.end_ids(step_folder)
-    talk = Talk(reader, tokenizer, form, context, options, first_reading(job.data), ends)
+    sampling = sampling_of(options, job.model, step_folder)
+    talk = Talk(reader, tokenizer, form, context, options, first_reading(job.data), ends, sampling)
     for line in lines(typed):
         if line == NEW or options.apart:
             talk.begin()
@@ -131,9 +128,10 @@ class Talk:
         options: argparse.Namespace,
         reading: RecordReader = AS_IT_IS,
         ends: Collection[int] = (),
+        sampling: dict[str, Any] | None = None,
     ) -> None:
         self.model, self.tokenizer, self.form, self.context, self.options = model, tokenizer, form, context, options
-        self.reading = reading
+        self.reading, self.sampling = reading, options.sampling if sampling is None else sampling
         self.ends = end_of_turn_ids(tokenizer).union(ends) if form == CHAT else {tokenizer.eos_id, *ends}
         self.begin()
 
@@ -152,9 +150,8 @@ class Talk:
             self.tokenizer,
             max_new_tokens=self.options.max_new_tokens,
             context=self.context,
-            temperature=self.options.temperature,
-            top_k=self.options.top_k,
             seed=self.options.seed,
+            **self.sampling,
             ends=self.ends,
         )
         answer_text = ""

@@ -266,10 +266,14 @@ def _add_sampling(parser: CommandParser, max_new_tokens: int, temperature: float
     _add_checkpoint(parser)
     length = f"maximum number of tokens to generate (default {max_new_tokens})"
     parser.add_argument("--max-new-tokens", type=whole_number(1), default=max_new_tokens, metavar="N", help=length)
-    heat = f"0 always takes the likeliest token (default {temperature:g})"
-    parser.add_argument("--temperature", type=number_from_0, default=temperature, metavar="T", help=heat)
-    top = "number of likeliest tokens to sample from; 0: all (default 50)"
-    parser.add_argument("--top-k", type=whole_number(0), default=50, metavar="K", help=top)
+    file = "generation_config.json's, else"
+    heat = f"0 always takes the likeliest token (default {file} {temperature:g})"
+    parser.add_argument("--temperature", type=number_from_0, metavar="T", help=heat)
+    top = f"number of likeliest tokens to sample from; 0: all (default {file} 50)"
+    parser.add_argument("--top-k", type=whole_number(0), metavar="K", help=top)
+    mass = f"sample from the likeliest tokens of this probability together (default {file} 1: all)"
+    parser.add_argument("--top-p", type=number_from_0, metavar="P", help=mass)
+    parser.set_defaults(sampling={"temperature": temperature, "top_k": 50, "top_p": 1.0})
     parser.add_argument("--seed", type=whole_number(0), default=0, metavar="N", help="seed for sampling (default 0)")
 
 

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable, Collection, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -37,7 +38,7 @@ from torchtitan.launcher.forks import first_rank, fork_ranks
 from torchtitan.launcher.processes import Processes
 from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
 from torchtitan.models.decoding import reader_for
-from torchtitan.models.hf.config import CONFIG, find_config
+from torchtitan.models.hf.config import CONFIG, GENERATION, SAMPLING, find_config, sampling_options
 from torchtitan.models.kv_cache import store_for_single_rows
 from torchtitan.process.children import python_command
 from torchtitan.process.distributed import device_type
@@ -113,6 +114,7 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
         model, _ = inference_model.load_model(job, place, torch.device(device_type()))
         store_for_single_rows(model)
     print(f"{config.model.name} {config.model.flavor}, {place.name}", file=sys.stderr)
+    sampling = sampling_of(options, job.model, place)
     # without a begin token, a document begins after the end of the previous one
     start = tokenizer.begin_ids or [tokenizer.eos_id]
     prompt_ids = tokenizer.encode(text)
@@ -123,9 +125,8 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
         tokenizer,
         max_new_tokens=options.max_new_tokens,
         context=context,
-        temperature=options.temperature,
-        top_k=options.top_k,
         seed=options.seed,
+        **sampling,
         ends=job.model.end_ids(place),
         agree=inference_model.broadcast_from_first if ranks.world_size > 1 else lambda choice: choice,
     )
@@ -137,6 +138,23 @@ def generate(options: argparse.Namespace, job_args: list[str], text: str, ranks:
     if len(times) > 1:
         rate = (len(times) - 1) / (times[-1] - times[0])
         print(f"{len(times)} tokens, after the first at {rate:.4g} tokens/s", file=sys.stderr)
+
+
+def sampling_of(options: argparse.Namespace, model: JobModel, weights: Path) -> dict[str, Any]:
+    """Return temperature, top_k and top_p: the command line's, generation_config.json's (printed), or the defaults."""
+    folder = model.generation_folder(weights)
+    from_file, unsupported = ({}, {}) if folder is None else sampling_options(folder)
+    chosen = {name: value for name in options.sampling if (value := getattr(options, name)) is not None}
+    if not 0 < chosen.get("top_p", 1) <= 1:
+        raise JobError(f"--top-p: given {chosen['top_p']:g}; allowed: {SAMPLING['top_p']}")
+    if applied := {name: value for name, value in from_file.items() if name not in chosen}:
+        unused = f"; not applied: {_listed(unsupported)}" if unsupported else ""
+        print(f"{GENERATION}: {_listed(applied)}{unused}", file=sys.stderr)
+    return options.sampling | from_file | chosen
+
+
+def _listed(values: dict[str, Any]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in values.items())
 
 
 def noting_times(tokens: Iterator[int], times: list[float]) -> Iterator[int]:
@@ -215,6 +233,7 @@ def sample(
     temperature: float,
     top_k: int,
     seed: int,
+    top_p: float = 1.0,
     agree: Callable[[torch.Tensor], torch.Tensor] = lambda choice: choice,
     ends: Collection[int] = (),
 ) -> Iterator[int]:
@@ -234,13 +253,22 @@ def sample(
                 logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
             # in double precision and relative to the largest, so that no temperature, however low, divides 0 by 0
             scaled = (logits - logits.max()).double() / temperature
-            choice = torch.multinomial(torch.softmax(scaled, 0), 1, generator=generator)
+            probabilities = torch.softmax(scaled, 0)
+            probabilities = _nucleus(probabilities, top_p) if top_p < 1 else probabilities
+            choice = torch.multinomial(probabilities, 1, generator=generator)
         choice = agree(choice)
         token = int(choice)
         if token == tokenizer.eos_id or token in ends:
             return
         yield token
         ids = torch.cat([ids, choice[None]], dim=1)
+
+
+def _nucleus(probabilities: torch.Tensor, top_p: float) -> torch.Tensor:
+    """Return probabilities [V] of which only the largest are not 0: as few as together have at least `top_p`."""
+    ordered, ids = probabilities.sort(descending=True)
+    ordered[ordered.cumsum(0) - ordered >= top_p] = 0
+    return torch.zeros_like(probabilities).scatter(0, ids, ordered)
 
 
 JOB = "config.toml"

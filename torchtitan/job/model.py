@@ -92,9 +92,14 @@ class JobModel:
 
         An export of the run lists the same (`hf_extra_files` in assembly/parts.py).
         """
+        source = self.generation_folder(weights)
+        return frozenset() if source is None else end_token_ids(source, self.model.ignore_config_keys)
+
+    def generation_folder(self, weights: Path | None = None) -> Path | None:
+        """Return the folder whose files say how to generate: that of the weights, or where the model came from."""
         folder = None if weights is None else weights.parent if weights.is_file() else weights
         source = folder if folder is not None and (folder / CONFIG).is_file() else self.source_folder
-        return frozenset() if source is None else end_token_ids(Path(source), self.model.ignore_config_keys)
+        return None if source is None else Path(source)
 
     # Task
 

@@ -4,6 +4,7 @@ A family converts its config in its `__init__.py` (`ConfigConverter`). No torch,
 """
 
 import json
+import math
 import os
 import struct
 import typing
@@ -22,6 +23,14 @@ from torchtitan.models.hf.config_keys import GENERATION_KEYS
 from torchtitan.models.sizes import RopeScaling
 
 GENERATION = "generation_config.json"
+SAMPLING = {
+    "temperature": "a number >= 0",
+    "top_k": "a whole number >= 0",
+    "top_p": "a number above 0, at most 1",
+}
+"""Keys of it that commands apply, with their allowed values."""
+NOT_SAMPLED = {"min_p": 0, "typical_p": 1, "repetition_penalty": 1, "no_repeat_ngram_size": 0, "num_beams": 1}
+"""Keys of it that commands have no option for, with the value at which each does nothing."""
 INDEX, SINGLE, CONFIG = "model.safetensors.index.json", "model.safetensors", "config.json"
 UNTRAINED = "untrained_token_ids"
 """Key that `torchtitan convert` adds to config.json: ids of added tokens that have not been trained yet."""
@@ -145,6 +154,29 @@ def end_token_ids(folder: Path, ignored_keys: Collection[str] = ()) -> frozenset
     if any(type(token_id) is not int or token_id < 0 for token_id in ids):
         raise JobError(f"{folder / name}: eos_token_id = {content['eos_token_id']!r}; allowed: null, an id or a list")
     return frozenset(ids)
+
+
+def sampling_options(folder: Path) -> tuple[dict[str, float], dict[str, Any]]:
+    """Return what generation_config.json sets of temperature, top_k and top_p, and its settings that have no option.
+
+    As in transformers, these count with do_sample only; if it is false, the temperature is 0. Raises JobError for a
+    value that transformers refuses too.
+    """
+    content = read_json(folder / GENERATION) if os.path.exists(folder / GENERATION) else {}
+    if not content.get("do_sample"):
+        return ({"temperature": 0} if content.get("do_sample") is False else {}), {}
+    values = {key: content[key] for key in SAMPLING if content.get(key) is not None}
+    for key, value in values.items():
+        if not _can_sample(key, value):
+            raise JobError(f"{folder / GENERATION}: {key} = {value!r}; allowed: {SAMPLING[key]}")
+    unsupported = {key: content[key] for key, neutral in NOT_SAMPLED.items() if content.get(key) not in (None, neutral)}
+    return values, unsupported
+
+
+def _can_sample(key: str, value: Any) -> bool:
+    if isinstance(value, bool) or not isinstance(value, int if key == "top_k" else int | float):
+        return False
+    return 0 < value <= 1 if key == "top_p" else 0 <= value < math.inf
 
 
 def untrained_token_ids(config: Mapping[str, Any]) -> list[int]:

@@ -75,6 +75,6 @@ GENERATION_KEYS = DeclaredKeys(
     used=frozenset(("eos_token_id",)),
     harmless=frozenset((*_FILE, *_TOKENS, *_TRAINING, *_OUTPUTS, *_GENERATION, *_ORIGIN, *_DECODING)),
 )
-"""Keys of generation_config.json. Commands here have options for sampling, which do not come from this file."""
+"""Keys of generation_config.json. Of those for sampling, `sampling_options` (config.py) reads some."""
 INDEX_KEYS = DeclaredKeys(used=frozenset(("weight_map",)), harmless=frozenset(("metadata",)))
 """Keys of model.safetensors.index.json."""
