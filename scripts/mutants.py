@@ -59,10 +59,8 @@ def examine(
     """
     results = dict(earlier)
     with mutant.applied(copy):
-        for method in (name for name in METHODS if name in methods):
-            if any(results.get(name, {}).get("found") for name in METHODS):
-                break
-            if method not in results:
+        for method in METHODS:
+            if method in methods and method not in results:
                 tests = METHODS[method](mutant)
                 result = run_tests(copy, tests[:most])
                 if not result["found"] and result["tried"] < len(tests):
@@ -70,6 +68,8 @@ def examine(
                     break
                 results[method] = result
                 yield method, result
+            if results.get(method, {}).get("found"):
+                break
         if set(methods) & set(JOB_METHODS) and not set(JOB_METHODS) <= results.keys():
             yield from run_job(copy, mutant, results).items()
 

@@ -96,6 +96,7 @@ def losses(argv: list[str], folder: Path, ranks: int) -> tuple[list[float], str]
 
 def arguments(row: Combination, options: dict[str, Any], folder: Path) -> tuple[list[str], list[str]]:
     """Return the arguments of the job under the row's plan and on one device, in subfolders of `folder`."""
+    folder.mkdir(exist_ok=True)
     texts, local = jobs.write_texts(folder), SAMPLES // row.accumulation
     of_plan = {"training__local_batch_size": local // row.dp_replicate // row.dp_shard} | plan_options(row)
     of_one = {"training__local_batch_size": local}
@@ -128,15 +129,23 @@ def examine(row: Combination) -> dict[str, dict[str, Any]]:
             refused = {"found": True, "seconds": checked, "by": str(faults[0])[:200]}
             return {"check": refused, **dict.fromkeys(("curve", "guards"), {"skipped": "the mutated rules refuse it"})}
         got, problem = losses(argv, folders[0], row.ranks)
+        if not got:  # what ended by a guard has no curve
+            unguarded = Path(name, "unguarded")
+            argv, _ = arguments(row, options | {"guard__replica_check_interval": 0}, unguarded)
+            got, _ = losses(argv, unguarded / "plan", row.ranks)
         expected, _ = losses(on_one_device, folders[1], 1)
         gaps = [abs(a - b) / abs(b) for a, b in zip(got, expected, strict=False)]
         seconds = round(time.monotonic() - start, 1)
     gap = max(gaps, default=0.0)
     return {
-        "curve": {"found": gap > PARITY or not got, "seconds": seconds, "by": f"{100 * gap:.3f} % at most"},
+        "curve": {"found": gap > PARITY or not got, "seconds": seconds} | _described(gap, got),
         "guards": {"found": bool(problem), "seconds": seconds, "by": problem[:200]},
         "check": {"found": False, "seconds": checked},
     }
+
+
+def _described(gap: float, got: list[float]) -> dict[str, str]:
+    return {"by": f"{100 * gap:.3f} % at most"} if got else {"by": "the job ended in an error", "kind": "raises"}
 
 
 if __name__ == "__main__":

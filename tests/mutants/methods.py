@@ -27,7 +27,7 @@ ROWS = {
 }
 """The tests of the table, and their rows."""
 PLANS = "tests/test_random_plans.py"
-RANK_LIMIT = "DEFAULT_LIMIT = 600.0", "DEFAULT_LIMIT = 150.0"
+RANK_LIMIT = "DEFAULT_LIMIT = 600.0", "DEFAULT_LIMIT = 400.0"
 """In the copy ranks have less time than in the suite, because a mutant may let them wait for each other forever."""
 LIMIT = 3 * 3600.0
 """Seconds after which a method is stopped."""

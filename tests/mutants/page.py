@@ -23,9 +23,10 @@ def described(result: Mapping[str, Any]) -> str:
 
 
 def current(results: Results, mutant: Mutant) -> Mapping[str, Any]:
-    """Return the results of this version of the mutant."""
+    """Return the results of this version of the mutant, by method."""
     stored = results.get(mutant.name, {})
-    return stored if stored.get("digest") == mutant.digest else {}
+    is_current = stored.get("digest") == mutant.digest
+    return {method: result for method, result in stored.items() if method != "digest"} if is_current else {}
 
 
 def cell(result: Mapping[str, Any] | None, is_needless: bool) -> str:
