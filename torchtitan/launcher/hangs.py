@@ -77,7 +77,7 @@ POLL_GAP_SECONDS = 1.0
 
 
 class AwakeClock:
-    """Measures time without the periods in which this process was stopped (SIGSTOP, `docker pause`).
+    """Measures time without the periods when this process was stopped (SIGSTOP, `docker pause`).
 
     Whatever stops the launcher usually stops its ranks too, and they are not late for that. Of each period a moment
     counts, so that time passes on a machine too busy to poll.
@@ -95,7 +95,7 @@ class AwakeClock:
         self._ticked_at = now
 
     def seconds(self, start: float, end: float) -> float:
-        """Return the seconds between two times of the monotonic clock in which this process was not stopped."""
+        """Return the seconds between two times of the monotonic clock, without those when this process was stopped."""
         stopped = sum(max(0.0, min(until, end) - max(since, start)) for since, until in self._stops)
         return end - start - stopped
 
@@ -189,7 +189,7 @@ class Evidence:
     seconds: Seconds
     """Time without progress on any rank."""
     name: PlainName
-    """Of the folder with the stacks and collectives, in that of all hangs."""
+    """Name of the folder with the stacks and collectives, within the folder of all hangs."""
     problem: ShortText
     """The error if they could not be written there, or empty."""
     ranks: Annotated[dict[Count, RankState], Field(min_length=1)]
@@ -389,7 +389,7 @@ class ExitReport:
 
 
 def combine_reports(reports: Sequence[ExitReport], folder: Path) -> ExitReport:
-    """Combine the ends of all machines, in the order of their reports, to the run's. `folder`: that of all hangs."""
+    """Combine the ends of all machines, in the order of their reports, to the run's. `folder`: it holds all hangs."""
     first = min(reports, key=_order)
     evidence = [report.evidence for report in reports if report.evidence is not None]
     cause, rank = explain_hang(evidence, folder) if first.code == HUNG and evidence else (first.cause, first.rank)

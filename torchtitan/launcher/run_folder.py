@@ -80,7 +80,7 @@ class RecordedPlan:
     ranks: int
     ranks_per_machine: int
     device: str
-    """Name by which torch reports the first rank's GPU, or "cpu"."""
+    """Name of the first rank's GPU as torch reports it, or "cpu"."""
 
 
 def record_start(folder: Path, text: str, step: int, plan: RecordedPlan | None = None) -> None:
@@ -259,7 +259,7 @@ class _RunFolder:
     config: JobConfig
 
     def empty(self) -> str:
-        """Delete what a run has left, and return a message. Raises `OSError` if that cannot be read or deleted."""
+        """Delete the files that a run has left, and return a message. Raises `OSError` if that cannot be done."""
         job_file = self._imported_file()
         entries = [entry for entry in os.scandir(self.folder) if not is_lock(entry.name) and entry.name != job_file]
         if not entries:
@@ -302,7 +302,7 @@ class _RunFolder:
         return ""
 
     def _inputs(self, root: Path, job_file: Path) -> Iterator[str]:
-        """Yield what the job reads from the folder, except `job_file`."""
+        """Yield the files that the job reads from the folder, except `job_file`."""
         files = [file for file in self.config.job.config_file if _location(file) != job_file]
         options = as_dict(self.config)
         return _inputs_inside(options | {"job": options["job"] | {"config_file": files}}, root)
