@@ -36,7 +36,8 @@ WRONG_TYPES = [
     "model.overrides=[1]",
 ]
 WRONG_TYPES += ["parallelism.tensor_parallel_degree=[]", "data.group_by_length=maybe", "debug.seed={}"]
-NOT_MEASURED = ("lr_scheduler.", "validation.", "early_stop.", "guard.", "checkpoint.", "metrics.", "profiling.")
+NOT_MEASURED = ("lr_scheduler.", "validation.", "early_stop.", "callbacks.", "guard.", "checkpoint.")
+NOT_MEASURED += ("metrics.", "profiling.")
 """Sections that bench replaces (`bench.only_steps`): of these it judges names and types only."""
 NUMBERS = ["-1", "-9223372036854775809", "99999999999999999999", "1e400", "nan", "0x10"]
 MISSING = [

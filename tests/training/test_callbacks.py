@@ -180,17 +180,34 @@ def train_with_examples(folder, argv, names, decay):
 SAVES = dict(checkpoint__enable="true", checkpoint__interval=2)
 
 
-def test_an_average_of_weights_is_resumed_on_another_plan(examples, texts, tmp_path):
-    ((_, _, expected, _),) = run_ranks(
-        1, train_with_examples, examples, jobs.arguments(tmp_path / "one", texts, **SHORT), ["Ema"], 0.5
-    )
-    saved = jobs.arguments(tmp_path / "two", texts, **SAVES, **FSDP, **SHORT | dict(training__steps=2))
-    resumed = jobs.arguments(tmp_path / "two", texts, **SAVES, **TP, **SHORT)
-    run_ranks(2, train_with_examples, examples, saved, ["Ema"], 0.5)
-    (_, step, weights, sharded), *_ = run_ranks(2, train_with_examples, examples, resumed, ["Ema"], 0.5)
-    assert step == 4 and any(sharded) and weights.keys() == expected.keys()
-    for name, values in weights.items():
-        torch.testing.assert_close(torch.tensor(values), torch.tensor(expected[name]), rtol=1e-3, atol=1e-5)
+PP = dict(parallelism__pipeline_parallel_degree=2, parallelism__pipeline_parallel_microbatch_size=2)
+TIED = dict(model__name="gpt2", model__overrides="{dim=32, n_layers=2, n_heads=4, vocab_size=260}")
+PLANS = {
+    "fsdp_tp": (FSDP, TP, {}),
+    "background": (TP, FSDP, dict(checkpoint__async_mode="async")),
+    "tied_in_stages": (PP, FSDP, TIED),
+    "to_tied_in_stages": (FSDP, PP, TIED),
+}
+
+
+@pytest.mark.parametrize("case", PLANS)
+def test_an_average_of_weights_is_resumed_on_another_plan(case, examples, texts, tmp_path):
+    before, after, options = PLANS[case]
+    one = jobs.arguments(tmp_path / "one", texts, **SHORT, **options)
+    ((_, _, expected, _),) = run_ranks(1, train_with_examples, examples, one, ["Ema"], 0.5)
+    for plan, steps in ((before, 2), (after, 4)):
+        argv = jobs.arguments(
+            tmp_path / "two", texts, **SAVES, **options, **plan, **SHORT | dict(training__steps=steps)
+        )
+        results = run_ranks(2, train_with_examples, examples, argv, ["Ema"], 0.5)
+    weights = {name: values for _, _, part, _ in results for name, values in part.items()}
+    assert all(step == 4 for _, step, *_ in results)
+    assert weights.keys() - {"output.weight"} == expected.keys() - {"output.weight"}
+    assert after is PP or all(any(sharded) for *_, sharded in results)
+    if after is PP and options is TIED:
+        assert weights["output.weight"] == weights["tok_embeddings.weight"]
+    for name in weights.keys() & expected.keys():
+        torch.testing.assert_close(torch.tensor(weights[name]), torch.tensor(expected[name]), rtol=1e-3, atol=1e-5)
 
 
 def test_the_other_examples(examples, texts, tmp_path):
