@@ -33,8 +33,6 @@ class RankMonitor:
     """
 
     stopping = "stopping after this step"
-    exit_seconds: float = SHUTDOWN_SECONDS
-    """Longest time in which all ranks may leave after their end."""
 
     def __init__(
         self,
@@ -124,6 +122,10 @@ class RankMonitor:
         """Return the signal that asks ranks to stop."""
         return signal.SIGTERM  # during its start a rank would print a traceback on INT
 
+    def exit_seconds(self) -> float:
+        """Return the longest time in which all ranks may leave after their end."""
+        return SHUTDOWN_SECONDS
+
     def stop_seconds(self, activity: Activity) -> float:
         """Return the longest wait after a stop request for a rank with nothing to save; 0 for one that may save."""
         return FOLLOW_SECONDS if activity.phase in WITHOUT_STATE else 0
@@ -136,7 +138,7 @@ class RankMonitor:
             waits.append((self.followed_at, FOLLOW_SECONDS))
         activities = [self.processes.progress[rank] for rank in self.processes.running]
         if activities and all(row.phase == "end" for row in activities):  # nothing else would end a stuck exit
-            waits.append((max(row.since for row in activities), self.exit_seconds))
+            waits.append((max(row.since for row in activities), self.exit_seconds()))
         if self.requests.count:
             waits += [(self.requested_at, limit) for row in activities if (limit := self.stop_seconds(row))]
             waits.append((max([self.requested_at, *(row.since for row in activities)]), SHUTDOWN_SECONDS))

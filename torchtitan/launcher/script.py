@@ -75,7 +75,6 @@ class ScriptMonitor(RankMonitor):
     """Monitors one start of a script's ranks on this machine. `job`: the one that an earlier start has announced."""
 
     stopping = "stopping the script"
-    exit_seconds = math.inf  # it may do more after its engine
 
     def __init__(self, processes: Processes, queue: SignalQueue, job: ScriptJob | None = None) -> None:
         super().__init__(processes, queue, HangLimits(0, 0), Path())
@@ -90,6 +89,9 @@ class ScriptMonitor(RankMonitor):
 
     def stop_signal(self, number: int) -> int:
         return number  # a script may handle each in its own way
+
+    def exit_seconds(self) -> float:
+        return math.inf  # it may do more after its engine
 
     def stop_seconds(self, activity: Activity) -> float:
         return super().stop_seconds(activity) if activity.since else STOP_SECONDS

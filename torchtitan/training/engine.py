@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from functools import partial, wraps
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Concatenate, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 
@@ -121,7 +121,7 @@ class Engine:
     @classmethod
     def from_job(
         cls, source: str | Path | Mapping[str, Any] | JobConfig, callbacks: Sequence[Callback] = (), **options: Any
-    ) -> Self:
+    ) -> "Engine":
         """Build the engine of a job: a TOML file or the name of a shipped job, nested tables, or a JobConfig.
 
         `callbacks`: they run after those of the job. `options`: values of further options, by names with a dot:
@@ -262,7 +262,7 @@ class Engine:
         self.batches: Iterator[Batch] | None = None
         self.pending: Pending | None = None
 
-    def __enter__(self) -> Self:
+    def __enter__(self) -> "Engine":
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
