@@ -73,6 +73,8 @@ class CallerBatches:
 
     def log_probs(self, batch: StepData | Batch, state: TrainState, stops: Stops) -> torch.Tensor:
         """Return the log-probability of each label of the whole samples, [B, S], on every rank of this batch."""
+        if self.model.stateful_adapter is not None:
+            raise EngineError("forward: an adapter with a memory would remember the batch; evaluate held-out data")
         data, _ = self.prepare(batch, state, stops)
         objective = self._build(None, (), False)
         with self.model.objective(objective):
