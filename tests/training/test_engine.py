@@ -176,7 +176,7 @@ def refusals(argv):
     def refused(call, *args, **options):
         try:
             call(*args, **options)
-        except JobError as error:
+        except (JobError, RuntimeError) as error:
             said.append(str(error))
         else:
             said.append("nothing")
@@ -199,6 +199,13 @@ def refusals(argv):
         if engine.dp_size > 1:  # only one rank is wrong, and the other one learns it
             odd = {name: x[: len(x) - engine.dp_rank] for name, x in good.items()}
             refused(engine.forward_backward, odd)
+            refused(engine.forward_backward, good, normalizer=engine.dp_rank)  # the local count of something
+            refused(engine.forward_backward, good, normalizer=5 + engine.dp_rank)
+            refused(engine.forward_backward, good, is_last=engine.dp_rank == 0)
+            refused(engine.forward if engine.dp_rank else engine.forward_backward, good)
+            refused(engine.evaluate, [good] * (1 + engine.dp_rank))
+            strange = {**good, "tokens": good["tokens"].to(torch.complex64)} if engine.dp_rank else good
+            refused(engine.forward_backward, strange)
         engine.forward_backward(good, is_last=False)
         refused(engine.optim_step)
         engine.forward_backward(good)
@@ -209,6 +216,8 @@ def refusals(argv):
         refused(engine.save)
         refused(engine.load)
         refused(engine.evaluate)
+        refused(engine.evaluate, [])
+        refused(engine.evaluate, [{**good, "labels": torch.full_like(good["labels"], -100)}])
         refused(engine.disable_adapter)
         refused(engine.generate, "one text")
     return said, result.step
@@ -232,6 +241,12 @@ def test_every_wrong_call_is_a_sentence_on_all_ranks(texts, tmp_path):
         "raised KeyError: 'advantage'",
         "normalizer: given 0; allowed: a number above 0",
         "another rank's batch or loss was refused",
+        "normalizer: given 0",
+        "forward_backward: another rank makes another call, or passes another normalizer, is_last, entropy or loss",
+        "forward_backward: another rank makes another call",
+        "forward_backward: another rank makes another call",
+        "evaluate: given 1 batches here and 3 on all ranks; allowed: as many on each rank",
+        "another rank's batch or loss was refused",
         "optim_step: the last one had is_last = False",
         "save: the gradients of a forward_backward were not used yet; call optim_step first",
         "evaluate: the gradients",
@@ -241,13 +256,16 @@ def test_every_wrong_call_is_a_sentence_on_all_ranks(texts, tmp_path):
         "save: checkpoint.enable is off",
         "load: the run has no checkpoint",
         "evaluate: the job has no held-out data",
+        "evaluate: given 0 batches here",
+        "evaluate: no batch of any rank has a label",
         "disable_adapter: the job has no adapter",
         "generate: prompts: allowed: a list of texts",
     ]
     assert len(first) == len(expected)
     for sentence, pattern in zip(first, expected, strict=True):
         assert re.search(pattern, sentence), sentence
-    assert r"batch: tokens of shape [3, 32]" in second[12]
+    assert r"batch: tokens of shape [3, 32]" in second[12] and "another rank's batch" in second[13]
+    assert second[16].startswith("forward: another rank makes another call")
 
 
 # The run

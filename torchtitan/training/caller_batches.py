@@ -1,6 +1,7 @@
 """Batches and losses that a program passes to the engine: checked on all ranks before any of them runs the model."""
 
-from collections.abc import Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -48,22 +49,30 @@ class CallerBatches:
         loss: LossFunction | None = None,
         entropy: bool = False,
         index: int = 0,
+        normalizer: float | None = None,
+        is_last: bool = True,
+        call: str = "forward_backward",
     ) -> tuple[StepData, LogProbObjective | None]:
         """Return the data of a forward and backward on the device, and the objective of a loss function.
 
-        `index`: of the batch among this rank's in the step. Raises EngineError on the ranks with a fault, and on all
-        others if any has one.
+        `index`: of the batch among this rank's in the step. `call`: of the engine, with its `normalizer` and `is_last`,
+        which all ranks pass alike. Raises EngineError on the ranks with a fault, and on all others if any has one.
         """
-        is_own, failure, objective = not isinstance(batch, StepData), None, None
+        is_own, objective = not isinstance(batch, StepData), None
+        failure: Exception | None = None
+        divisor: float | None = None
         microbatches: Sequence[Batch] = () if is_own else batch.microbatches
-        agrees = is_own or not self._is_in_use(loss, entropy, microbatches)
+        agrees = is_own or normalizer is not None or not self._is_in_use(loss, entropy, microbatches)
         try:
+            if normalizer is not None and not 0 < (divisor := float(normalizer)) < float("inf"):
+                raise EngineError(f"normalizer: given {normalizer}; allowed: a number above 0")
             microbatches = [self._checked(batch)] if is_own else microbatches
             if loss is not None:
                 objective = self._objective_of(loss, entropy, microbatches)
-        except JobError as error:
+        except Exception as error:  # any: the other ranks would wait for a rank that raises alone
             failure = error
-        data = self._agree(microbatches, failure, state, stops, index) if agrees else batch
+        arguments = call, loss is None, entropy, divisor, is_last
+        data = self._agree(microbatches, failure, state, stops, index, arguments) if agrees else batch
         data = data if is_own else batch
         if objective is not None:
             self._in_use = (loss, objective.columns, entropy), objective
@@ -75,7 +84,7 @@ class CallerBatches:
         """Return the log-probability of each label of the whole samples, [B, S], on every rank of this batch."""
         if self.model.stateful_adapter is not None:
             raise EngineError("forward: an adapter with a memory would remember the batch; evaluate held-out data")
-        data, _ = self.prepare(batch, state, stops)
+        data, _ = self.prepare(batch, state, stops, call="forward")
         objective = self._build(None, (), False)
         with self.model.objective(objective):
             self._evaluate(data.microbatches)
@@ -90,18 +99,27 @@ class CallerBatches:
         dist.all_reduce(log_probs, group=self.model.pp_group)
         return log_probs
 
-    def mean_loss(self, batches: Sequence[Batch], state: TrainState, stops: Stops) -> float:
+    def mean_loss(self, batches: Iterable[StepData | Batch], state: TrainState, stops: Stops) -> float:
         """Return the mean loss of the labels in the batches of all ranks, by the job's objective."""
+        batches = [batches] if isinstance(batches, StepData | Mapping) else list(batches)
+        total_count, squares = distributed.sum_ints(*_with_square(len(batches)))
+        if not total_count or not _are_equal(total_count, squares):
+            raise EngineError(
+                f"evaluate: given {len(batches)} batches here and {total_count} on all ranks; allowed: as many on each "
+                "rank, at least 1; add batches whose labels are all -100"
+            )
         total, valid_tokens = torch.zeros((), device=self.model.device), 0
         for batch in batches:
-            data, _ = self.prepare(batch, state, stops)
+            data, _ = self.prepare(batch, state, stops, call="evaluate")
             total += self._evaluate(data.microbatches)
             valid_tokens += data.valid_tokens
-        return float(self.model.sum_over_ranks(total)) / max(valid_tokens, 1)
+        if not valid_tokens:
+            raise EngineError("evaluate: no batch of any rank has a label, so there is no loss; all are -100")
+        return float(self.model.sum_over_ranks(total)) / valid_tokens
 
     def _evaluate(self, microbatches: Sequence[Batch]) -> torch.Tensor:
         """Return this rank's share of the sum of losses, a scalar, without gradients and without dropout."""
-        names = {*self.preparer.keys, "labels"}
+        names = {*MODEL_INPUTS, *self.model.parts[0].loss.targets} - {"keys", "lengths"}
         batches = [{name: x for name, x in one.items() if name in names} for one in microbatches]
         return next(iter(self.model.evaluate(lambda: batches).values()))
 
@@ -185,23 +203,47 @@ class CallerBatches:
         return objective
 
     def _agree(
-        self, microbatches: Sequence[Batch], failure: JobError | None, state: TrainState, stops: Stops, index: int
+        self,
+        microbatches: Sequence[Batch],
+        failure: Exception | None,
+        state: TrainState,
+        stops: Stops,
+        index: int,
+        arguments: tuple[Any, ...],
     ) -> StepData:
-        """Return the data of a program's batch with the counts of all ranks. Raise on all ranks if one has a fault."""
+        """Return the data of a program's batch with the counts of all ranks. Raise on all ranks if one has a fault, or
+        other `arguments`.
+        """
         labels = [one["labels"] for one in microbatches]
         count = sum(int((x != IGNORE_INDEX).sum()) for x in labels)
         numbers = count, sum(x.numel() for x in labels), failure is not None, stops.requested
-        valid_tokens, tokens, failed, stopping = distributed.sum_ints(*map(int, numbers))
+        checksum = zlib.crc32(repr(arguments).encode()) & 0xFFFFFF
+        sums = distributed.sum_ints(*map(int, numbers), *_with_square(checksum))
+        valid_tokens, tokens, failed, stopping, *checksums = sums
         if failure is not None:
             raise failure
         if failed:
             raise EngineError("another rank's batch or loss was refused; it reports the reason")
+        if not _are_equal(*checksums):
+            raise EngineError(
+                f"{arguments[0]}: another rank makes another call, or passes another normalizer, is_last, entropy or "
+                "loss; make the same calls with the same ones on all ranks"
+            )
         stops.agreed = bool(stopping)
         readers = self.preparer.dims.model_parallel_size
         valid_tokens, tokens = valid_tokens // readers, tokens // readers
         share = max(count, 1) / max(valid_tokens, 1)
         keyed = [self.preparer.with_random_keys(one, index, state.step) for one in microbatches]
         return StepData(keyed, valid_tokens, share, tokens, 0.0, state.position)
+
+
+def _with_square(value: int) -> tuple[int, int]:
+    return value, value**2
+
+
+def _are_equal(total: int, squares: int) -> bool:
+    """Return True if all ranks have the same number, from the sums over ranks of `_with_square`."""
+    return total**2 == dist.get_world_size() * squares
 
 
 def _columns_of(microbatches: Sequence[Batch]) -> tuple[str, ...]:

@@ -27,7 +27,8 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
 from torchtitan.core.cadence import describe_end
 from torchtitan.core.callbacks import Callback
-from torchtitan.datasets.segments import SegmentLoader
+from torchtitan.datasets.position import Position
+from torchtitan.datasets.segments import SegmentLoader, SegmentPosition
 from torchtitan.guards import MOST_EMPTY_STEPS
 from torchtitan.guards.stop_conditions import Stops
 from torchtitan.job import ResolvedJob
@@ -368,19 +369,19 @@ class Engine:
                 "optimizer.early_step_in_backward steps inside of backward, so forward_backward and optim_step cannot "
                 "be separate; call step, or turn it off"
             )
-        if normalizer is not None and not 0 < normalizer < float("inf"):
-            raise EngineError(f"normalizer: given {normalizer}; allowed: a number above 0")
         batches = self.pending.batches if self.pending else 0
-        data, objective = self.caller_batches.prepare(batch, self.state, self.stops, loss, entropy, batches)
+        data, objective = self.caller_batches.prepare(
+            batch, self.state, self.stops, loss, entropy, batches, normalizer, is_last
+        )
         with nullcontext() if objective is None else self.model.objective(objective):
             share = self.training_step.forward_backward(data, normalizer, is_last)
-        before = self.pending
+        before, is_fetched = self.pending, isinstance(batch, StepData)
         self.pending = Pending(
-            data if before is None else merged(before.data, data),
+            data if before is None else merged(before.data, data, data.position if is_fetched else before.data.position),
             share if before is None else before.loss + share,
             batches + len(data.microbatches),
             is_last,
-            isinstance(batch, StepData) or (before is not None and before.is_fetched),
+            is_fetched or (before is not None and before.is_fetched),
         )
         return StepLoss(share, data.valid_tokens, self.model.sum_over_ranks)
 
@@ -580,8 +581,8 @@ class Engine:
         log_end(self.job, self.ranks, self.metrics, self.goodput, folders, self.current_step, reason)
 
 
-def merged(first: StepData, second: StepData) -> StepData:
-    """Return the counts of two calls of one step, without their microbatches."""
+def merged(first: StepData, second: StepData, position: Position | SegmentPosition | None) -> StepData:
+    """Return the counts of two calls of one step, without their microbatches. `position`: of the data after them."""
     valid_tokens = first.valid_tokens + second.valid_tokens
     shares = first.valid_share * first.valid_tokens + second.valid_share * second.valid_tokens
     return StepData(
@@ -590,5 +591,5 @@ def merged(first: StepData, second: StepData) -> StepData:
         shares / max(valid_tokens, 1) or first.valid_share,
         first.tokens + second.tokens,
         first.seconds + second.seconds,
-        second.position,
+        position,
     )
