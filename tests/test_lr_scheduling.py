@@ -247,3 +247,20 @@ def test_a_first_step_that_is_skipped_warns_of_nothing(recwarn):
     schedulers = build_lr_schedulers([optimizer], LRSchedule(10, 2))
     schedulers.step()
     assert not recwarn.list
+
+
+def test_a_rate_for_one_step_keeps_the_groups_ratios_to_the_rate_of_the_job():
+    def optimizer(*rates):
+        return torch.optim.SGD([{"params": [torch.nn.Parameter(torch.ones(()))], "lr": rate} for rate in rates])
+
+    one, two = optimizer(PEAK, 16 * PEAK), optimizer(16 * PEAK, PEAK)  # two pipeline ranks with other first groups
+    for optimizers, rates in (([one], [0.5, 8.0]), ([two], [8.0, 0.5]), ([], [])):
+        schedulers = build_lr_schedulers(optimizers, LRSchedule(10, 2), PEAK)
+        before = schedulers.last_lr
+        schedulers.use_once(0.5)
+        assert [group["lr"] for o in optimizers for group in o.param_groups] == pytest.approx(rates)
+        assert schedulers.last_lr == (rates[0] if rates else 0.5)
+        for o in optimizers:
+            o.step()
+        schedulers.step()
+        assert schedulers.last_lr == pytest.approx(2 * before)

@@ -21,6 +21,7 @@ class LRSchedulers:
 
     def __init__(self, optimizers: Sequence[Optimizer], schedule: LRSchedule, lr: float = 0.0) -> None:
         self.schedule, self.lr, self._step = schedule, lr, 0
+        self._rate_once: float | None = None
         self.rate_before: float | None = None
         """The rate that the next step would have had in the resumed job; None if the run was not resumed."""
         self._schedulers = [LambdaLR(optimizer, self._multiplier) for optimizer in optimizers]
@@ -34,19 +35,22 @@ class LRSchedulers:
     def last_lr(self) -> float:
         """Learning rate of the first parameter group in the next optimizer step."""
         if not self._schedulers:
-            return self.lr * self.schedule.multiplier(self._step)
+            return self.lr * self.schedule.multiplier(self._step) if self._rate_once is None else self._rate_once
         return float(self._schedulers[0].optimizer.param_groups[0]["lr"])
 
     def use_once(self, lr: float) -> None:
-        """Use another rate in the next optimizer step; further parameter groups keep their ratios to the first."""
-        first = next((scheduler.base_lrs[0] for scheduler in self._schedulers), 0.0)
+        """Use another rate than the job's in the next optimizer step; parameter groups keep their ratios to that, so
+        that all pipeline ranks agree, whichever group is their first.
+        """
+        self._rate_once = lr
         for scheduler in self._schedulers:
             for group, peak in zip(scheduler.optimizer.param_groups, scheduler.base_lrs, strict=True):
-                group["lr"] = lr * peak / first if first else lr
+                group["lr"] = lr * (peak / self.lr) if self.lr else lr
 
     def step(self) -> None:
         """Advance by one step. Call it after the optimizers' step."""
         self._step += 1
+        self._rate_once = None
         for scheduler in self._schedulers:
             scheduler.step()
 

@@ -85,7 +85,7 @@ def run(config: JobConfig, ranks: Ranks) -> int:
         stop_signals.on_request = request_stop
         with trainer.callbacks:  # which note an error
             finished = trainer.train()
-            trainer.close()
+            trainer.finish()
         end = ends.end_of(trainer, finished, stop_signals.requests)
     except KeyboardInterrupt:
         end = RunEnd(128 + (stop_signals.requests.first or signal.SIGINT))

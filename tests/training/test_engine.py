@@ -1,7 +1,6 @@
 """The engine driven from Python: the losses of `torchtitan train` to the bit under plans, and its refusals."""
 
 import re
-from contextlib import contextmanager
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -13,6 +12,7 @@ import torch.distributed as dist
 
 from tests.support import jobs
 from tests.support.pool import run_alone, run_ranks
+from torchtitan.checkpoint import CheckpointError
 from torchtitan.config import manager
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
@@ -56,7 +56,6 @@ def drive(argv):
         final = jobs.state_hash(engine)
         dist.barrier()
         engine.metrics.close()
-        engine.close = lambda: None  # the pool's process group stays
     return jobs.logged_steps(Path(engine.config.job.dump_folder)), final, results
 
 
@@ -90,15 +89,9 @@ def own_batch(engine, seed: int = 0) -> dict[str, torch.Tensor]:
     return {"tokens": tokens[:, :-1], "labels": labels}
 
 
-@contextmanager
-def engine_of(argv):
+def engine_of(argv, **options):
     """Return an engine in the pool's process group, which stays."""
-    engine = Engine.from_job(manager.load(argv))
-    try:
-        yield engine
-    finally:
-        engine.report()
-        engine.resources.close()
+    return Engine.from_job(manager.load(argv), **options)
 
 
 def use_everything(argv):
@@ -268,12 +261,71 @@ def test_every_wrong_call_is_a_sentence_on_all_ranks(texts, tmp_path):
     assert second[16].startswith("forward: another rank makes another call")
 
 
+def mix(argv):
+    """Add a batch of the caller's to one of the job's; return what a second engine in this process resumes with."""
+    with engine_of(argv, **{"checkpoint.enable": True}) as engine:
+        first, second = islice(engine.data, 2)  # fetched before the first step
+        documents = torch.arange(32).div(8, rounding_mode="floor").expand(first.microbatches[0]["tokens"].shape)
+        own = own_batch(engine)
+        by_documents = {**own, "document_ids": documents, "positions": torch.arange(32).expand(documents.shape) % 8}
+        log_probs = engine.forward(by_documents)
+        engine.forward_backward(first, is_last=False)
+        loss = engine.forward_backward(by_documents)
+        found = torch.where(own["labels"] != -100, -log_probs, 0).sum().item(), float(loss.share) * loss.valid_tokens
+        engine.optim_step()
+        engine.step(second)
+        engine.step(own)
+        tokens, position, folder = engine.state.tokens, engine.state.position, engine.save()
+        assert folder.is_dir()
+    with engine_of(argv, **{"checkpoint.enable": True}) as again:
+        resumed = again.current_step, again.state.tokens, again.state.position.samples
+        drawn = again.generate(["a"], max_new_tokens=2)
+        again.step(next(again.data))  # the weights are shards again after generating
+        assert drawn == again.generate(["a"], max_new_tokens=2) or drawn
+    again.close()  # has no effect, as the context is left
+    return found, tokens, position.samples, resumed
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_batches_of_job_and_caller_share_steps(ranks, texts, tmp_path):
+    argv = jobs.arguments(tmp_path, texts, training__local_batch_size=8 // ranks)
+    for found, tokens, position, resumed in run_ranks(ranks, mix, argv):
+        assert found[0] == pytest.approx(found[1], rel=1e-5)
+        assert tokens == 4 * 8 * 32 and position == 16  # two batches of the job's and two of the caller's
+        assert resumed == (3, tokens, position)
+
+
+def stop_between(argv):
+    """Ask one rank to stop; return the step at which each kind of loop ends."""
+    with engine_of(argv, **{"validation.enable": True}) as engine:
+        for batch in engine.data:
+            engine.step(batch)
+            if engine.current_step == 2 and engine.dp_rank == 0:
+                engine.request_stop()
+            engine.evaluate()
+        first, engine.stops.requested, engine.stops.agreed = engine.current_step, False, False
+        while not engine.stopping and engine.current_step < 9:
+            engine.forward_backward(own_batch(engine))
+            engine.optim_step()
+            if engine.current_step == 6 and engine.dp_rank == 0:
+                engine.request_stop()
+        engine.stops.agreed = False
+        return first, engine.current_step
+
+
+def test_a_stop_ends_loops_that_evaluate_and_loops_over_own_batches(texts, tmp_path):
+    argv = jobs.arguments(
+        tmp_path, texts, training__local_batch_size=4, validation__dataset="text", validation__dataset_path=texts
+    )
+    assert run_ranks(2, stop_between, argv) == [(3, 7)] * 2
+
+
 # The run
 
 
 def save_and_go_back(argv):
     """Return the losses of steps 1 to 4, of 3 and 4 again after going back, and the text that the model continues."""
-    options = {"checkpoint.enable": True, "checkpoint.interval": 100}
+    options = {"checkpoint.enable": True, "checkpoint.interval": 100, "guard.shard_checksums": True}
     losses = []
     engine = Engine.from_job(manager.load(argv), **options)
     data = engine.data
@@ -281,12 +333,18 @@ def save_and_go_back(argv):
         losses.append(float(engine.step(next(data)).loss_share))
         if engine.current_step == 2:
             folder = engine.save()
-    assert folder.name == "step-00000002" and engine.load() == 2
+    assert folder.name == "step-00000002"
+    with pytest.raises(CheckpointError, match="step 3"):
+        engine.load(3)
+    engine.forward_backward(own_batch(engine))
+    assert engine.load() == 2 and engine.pending is None
     again = [float(engine.step(batch).loss_share) for batch in islice(engine.data, 2)]
     texts = engine.generate(["once", "upon a"], max_new_tokens=5)
     drawn = [engine.generate(["once"], 5, temperature=1.0, seed=seed) for seed in (1, 1, 2)]
-    engine.report()
-    engine.resources.close()
+    for prompts in ([], ["x" * 32]):
+        with pytest.raises(EngineError, match="a list of texts|fewer than 32"):
+            engine.generate(prompts)
+    engine.close()
     return losses, again, texts, drawn
 
 

@@ -332,11 +332,16 @@ class Checkpointer:
 
     def roll_back(self, step: int | None = None) -> None:
         """Load the newest checkpoint, or that of `step`, again in the middle of a run that `can_roll_back`."""
+        before = self.load_step, self.excluded
         if step is not None:
             self.load_step, self.excluded = step, set()
         elif self.rewound_to is None:  # the run has saved since it loaded: resume from its newest checkpoint
             self.load_step, self.excluded = -1, set()
-        assert self.load() is not None
+        try:
+            assert self.load() is not None
+        except CheckpointError:
+            self.load_step, self.excluded = before
+            raise
 
     def initial_load(self, path: Path, model_only: bool = True, counters: bool = False, heads: Heads = NO_HEADS) -> int:
         """Start from another job's checkpoint, folder of checkpoints (its newest) or export; return the start step.

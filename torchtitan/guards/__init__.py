@@ -215,9 +215,10 @@ class Guards:
             self.replicas.check()
             self._compared = step
 
-    def on_rollback(self, step: int) -> None:
-        """Reset the guards after a rollback to `step`. Later steps are repeated, perhaps with other values."""
-        self.steps.on_rollback(step)
+    def after_load(self) -> None:
+        """Forget what belongs to the state before a checkpoint was loaded in the middle of a run. Later steps are
+        repeated, perhaps with other values.
+        """
         self._compared = -1
         if self.shards is not None:
             self.shards.record()

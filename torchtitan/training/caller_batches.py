@@ -1,7 +1,7 @@
 """Batches and losses that a program passes to the engine: checked on all ranks before any of them runs the model."""
 
 import zlib
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -99,13 +99,13 @@ class CallerBatches:
         dist.all_reduce(log_probs, group=self.model.pp_group)
         return log_probs
 
-    def mean_loss(self, batches: Iterable[StepData | Batch], state: TrainState, stops: Stops) -> float:
+    def mean_loss(self, batches: Sequence[StepData | Batch], state: TrainState, stops: Stops) -> float:
         """Return the mean loss of the labels in the batches of all ranks, by the job's objective."""
-        batches = [batches] if isinstance(batches, StepData | Mapping) else list(batches)
-        total_count, squares = distributed.sum_ints(*_with_square(len(batches)))
-        if not total_count or not _are_equal(total_count, squares):
+        batches = list(batches)
+        counts = distributed.sum_ints(*_with_square(len(batches)))
+        if not counts[0] or not _are_equal(counts):
             raise EngineError(
-                f"evaluate: given {len(batches)} batches here and {total_count} on all ranks; allowed: as many on each "
+                f"evaluate: given {len(batches)} batches here and {counts[0]} on all ranks; allowed: as many on each "
                 "rank, at least 1; add batches whose labels are all -100"
             )
         total, valid_tokens = torch.zeros((), device=self.model.device), 0
@@ -119,7 +119,8 @@ class CallerBatches:
 
     def _evaluate(self, microbatches: Sequence[Batch]) -> torch.Tensor:
         """Return this rank's share of the sum of losses, a scalar, without gradients and without dropout."""
-        names = {*MODEL_INPUTS, *self.model.parts[0].loss.targets} - {"keys", "lengths"}
+        objective: Any = self.model.parts[0].loss
+        names = {*MODEL_INPUTS, *objective.targets} - {"keys", "lengths"}
         batches = [{name: x for name, x in one.items() if name in names} for one in microbatches]
         return next(iter(self.model.evaluate(lambda: batches).values()))
 
@@ -224,7 +225,7 @@ class CallerBatches:
             raise failure
         if failed:
             raise EngineError("another rank's batch or loss was refused; it reports the reason")
-        if not _are_equal(*checksums):
+        if not _are_equal(checksums):
             raise EngineError(
                 f"{arguments[0]}: another rank makes another call, or passes another normalizer, is_last, entropy or "
                 "loss; make the same calls with the same ones on all ranks"
@@ -241,8 +242,9 @@ def _with_square(value: int) -> tuple[int, int]:
     return value, value**2
 
 
-def _are_equal(total: int, squares: int) -> bool:
+def _are_equal(sums: Sequence[int]) -> bool:
     """Return True if all ranks have the same number, from the sums over ranks of `_with_square`."""
+    total, squares = sums
     return total**2 == dist.get_world_size() * squares
 
 

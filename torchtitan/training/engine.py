@@ -164,6 +164,8 @@ class Engine:
         # the launcher's watchdog reports first: it knows which rank is late, a collective only knows that it waited
         timeout = distributed.collective_timeout(ranks, config.comm.init_timeout_seconds, may_spin=True)
         watched = config.comm.init_timeout_seconds if ranks.launcher else None
+        self.owns_group = not torch.distributed.is_initialized()
+        """The process group ends with this engine: another one, or the program, has not created it."""
         device = distributed.init(ranks, timeout, config.comm.trace_buf_size, watched, Path(config.job.dump_folder))
         memory_limit = distributed.limit_memory(config.memory.limit, device)
         if config.debug.deterministic:
@@ -183,7 +185,7 @@ class Engine:
         self.findings = observers.findings(config.early_stop, job.saving.best_metric)
         self.guards = observers.guards(config.guard, self.exports.folder, self.model, self.optimizers)
         preflight.check(config, ranks, self.tokenizer.fingerprint, self.model)
-        self.state, self.is_warm = TrainState(), False
+        self.state, self.is_warm, self.is_closed = TrainState(), False, False
         self.is_in_script = False
         """True if a program drives this engine by its calls."""
         self.signals: StopSignals | None = None
@@ -260,6 +262,8 @@ class Engine:
         first_segments = partial(datasets.first_segments, dp_rank)
         prepare_adapter(self.loader, self.model, self.preparer, first_segments if adapter_is_fresh else None)
         self.state.position, self.state.random, self.state.is_complete = self.loader.position(), None, True
+        self.fetched_position = self.state.position
+        """After the data that were fetched last."""
         self.batches: Iterator[Batch] | None = None
         self.pending: Pending | None = None
 
@@ -267,12 +271,15 @@ class Engine:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.is_closed:
+            return
+        self.is_closed = True
         requests = self.signals.requests if self.signals is not None else StopRequests()
         if error is not None:
             self.callbacks.on_error(error)
         with self.resources:
             if error is None:
-                self.close()
+                self.finish()
                 self.progress.enter("end", self.current_step)
                 end = end_of(self, self.done or not self.stops.agreed, requests)
             elif isinstance(error, Exception):
@@ -311,6 +318,11 @@ class Engine:
         # a run may resume after its last step: training.steps, epochs or data can be fewer than before
         return self.current_step >= self.config.training.steps or bool(self.findings.stop_reason)
 
+    @property
+    def stopping(self) -> bool:
+        """True if all ranks agreed to stop, after a stop signal or near the time limit. A call with a batch agrees."""
+        return self.stops.agreed
+
     # One step
 
     @property
@@ -337,14 +349,18 @@ class Engine:
         seconds = time.perf_counter() - started
         if not is_first:
             self.enter("train", self.current_step + 1)
-        if self.ranks.is_main:
-            self.stops.check_time(self.checkpointer.longest_save_seconds if self.checkpointer is not None else 0.0)
+        self._check_time()
         valid_tokens = self.prefetcher.agree(self.stops.requested)
         preparer, position = self.preparer, self.prefetcher.position
-        tokens = preparer.trained_tokens(position.samples - self.state.position.samples, self.config.training.seq_len)
+        tokens = preparer.trained_tokens(position.samples - self.fetched_position.samples, self.config.training.seq_len)
+        self.fetched_position = position
         prepare, step = preparer.to_device_for_training, self.current_step
         microbatches = [prepare(batch, index, step) for index, batch in enumerate(self.prefetcher.batches)]
         return StepData(microbatches, valid_tokens, preparer.valid_share, tokens, seconds, position)
+
+    def _check_time(self) -> None:
+        if self.ranks.is_main:
+            self.stops.check_time(self.checkpointer.longest_save_seconds if self.checkpointer is not None else 0.0)
 
     @engine_call
     def forward_backward(
@@ -369,6 +385,8 @@ class Engine:
                 "optimizer.early_step_in_backward steps inside of backward, so forward_backward and optim_step cannot "
                 "be separate; call step, or turn it off"
             )
+        if self.pending is None and not isinstance(batch, StepData):
+            self._check_time()
         batches = self.pending.batches if self.pending else 0
         data, objective = self.caller_batches.prepare(
             batch, self.state, self.stops, loss, entropy, batches, normalizer, is_last
@@ -377,7 +395,9 @@ class Engine:
             share = self.training_step.forward_backward(data, normalizer, is_last)
         before, is_fetched = self.pending, isinstance(batch, StepData)
         self.pending = Pending(
-            data if before is None else merged(before.data, data, data.position if is_fetched else before.data.position),
+            data
+            if before is None
+            else merged(before.data, data, data.position if is_fetched else before.data.position),
             share if before is None else before.loss + share,
             batches + len(data.microbatches),
             is_last,
@@ -404,11 +424,16 @@ class Engine:
         return result
 
     @engine_call
-    def step(self, batch: StepData) -> StepResult:
-        """Make one optimizer step of `data`, with the job's objective."""
+    def step(self, batch: StepData | Batch) -> StepResult:
+        """Make one optimizer step of `data`, or of a batch as for `forward_backward`, with the job's objective."""
         self._require_no_gradients("step", "call optim_step first")
-        result = self.training_step.run(batch)
-        self._end_step(is_fetched=True)
+        if isinstance(batch, StepData):
+            data = batch
+        else:
+            self._check_time()
+            data, _ = self.caller_batches.prepare(batch, self.state, self.stops, call="step")
+        result = self.training_step.run(data)
+        self._end_step(data is batch)
         return result
 
     def _end_step(self, is_fetched: bool) -> None:
@@ -432,7 +457,7 @@ class Engine:
         return self.caller_batches.log_probs(batch, self.state, self.stops)
 
     @engine_call
-    def evaluate(self, batches: Sequence[Batch] | None = None) -> dict[str, float]:
+    def evaluate(self, batches: Sequence[StepData | Batch] | None = None) -> dict[str, float]:
         """Return the mean loss of this rank's own batches and those of all ranks, or of the job's held-out data.
 
         The results of held-out data are logged and count for early stopping; other metrics of the task are among them.
@@ -456,11 +481,21 @@ class Engine:
         self._require_no_gradients("generate", "call optim_step first")
         if self.model.dims.pp > 1 or self.model.dims.cp > 1:
             raise EngineError("generate: pipeline and context parallel are not supported; generate by another plan")
-        if isinstance(prompts, str) or not all(isinstance(prompt, str) and prompt for prompt in prompts):
+        task, generations = self.job.model.spec, self.validator.generations
+        if task.labels != "next" or task.streams_documents:
+            raise EngineError(f"generate: a model of task.kind = {self.config.task.kind} does not continue texts")
+        if isinstance(prompts, str) or not prompts or not all(isinstance(one, str) and one for one in prompts):
             raise EngineError("generate: prompts: allowed: a list of texts, none of them empty")
+        if max_new_tokens < 1 or temperature < 0:
+            raise EngineError(
+                f"generate: given max_new_tokens = {max_new_tokens}, temperature = {temperature}; allowed: at least 1, "
+                "and 0 or more"
+            )
         ids = [self.tokenizer.encode(prompt, bos=True) for prompt in prompts]
+        if (longest := max(map(len, ids))) >= generations.context:
+            raise EngineError(f"generate: a prompt of {longest} tokens; allowed: fewer than {generations.context}")
         self.enter("validate", self.current_step)
-        answers = self.validator.generations.answers(self.model, ids, max_new_tokens, chooser(temperature, seed))
+        answers = generations.answers(self.model, ids, max_new_tokens, chooser(temperature, seed))
         return [self.tokenizer.decode(answer) for answer in answers]
 
     @torch.no_grad()
@@ -520,7 +555,10 @@ class Engine:
         self.progress.enter("load", self.current_step + 1)
         self.optimizers.zero_grad()
         self.training_step.run_hooks(self.current_step + 1, updated=False)
+        self.pending = None
         load()
+        self.guards.after_load()
+        self.goodput.enter("restart")
         self.stops.agreed = self.prefetcher.drop()
         self.loader.close()
         self._open_data()
@@ -548,8 +586,8 @@ class Engine:
         """Evaluate the held-out data, unless a rank calls this with `stop`. `phase`: reported to the launcher."""
         self.enter(phase if self.validator.has_run or phase == "export" else "first", self.current_step)
         results = self.validator.evaluate(self.current_step, stop, phase)
-        self.stops.agreed = results is None
         if results is None:
+            self.stops.agreed = True
             return None
         task_metrics = {name: value for name, value in results.items() if name != "loss"}
         logged = self.metrics.record_validation(self.current_step, results["loss"], task_metrics)
@@ -559,12 +597,17 @@ class Engine:
         return results
 
     def close(self) -> None:
-        """Wait for the save under way, report, and leave the process group. Leaving the context does it too."""
+        """End the run, as leaving the context does: a notebook calls it before it builds another engine."""
+        self.__exit__(None, None, None)
+
+    def finish(self) -> None:
+        """Wait for the save under way, report, and leave the process group."""
         if self.checkpointer:
             self.checkpointer.finish()
         self.callbacks.end()
         self.report()
-        distributed.close()
+        if self.owns_group:
+            distributed.close()
 
     def report(self) -> None:
         """Close the outputs, log a summary and the paths of the results, draw the training curve."""

@@ -73,8 +73,7 @@ class Trainer(Engine):
         """Return to the newest checkpoint in the middle of a step."""
         bad_step = self.current_step + 1
         self._go_back(self.checkpointer.roll_back)
-        self.guards.on_rollback(self.current_step)
-        self.goodput.enter("restart")
+        self.guards.steps.on_rollback(self.current_step)
         logger.warning("step %d: %s; back to step %d, to do its steps again", bad_step, reason, self.current_step)
         event: dict[str, Any] = {"cause": reason, "steps_lost": bad_step - 1 - self.current_step}
         self.metrics.record_event(self.current_step, "rollback", event | {"rolled_back": self.guards.steps.rolled_back})
