@@ -2,7 +2,7 @@
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -26,6 +26,34 @@ MODEL_INPUTS = ("tokens", "labels", "positions", "document_ids", "keys", "length
 
 class EngineError(JobError):
     """A call of the engine that cannot be made, in words for the program's author."""
+
+
+@dataclass
+class Pending:
+    """Gradients that no optimizer step has used yet."""
+
+    data: StepData
+    loss: torch.Tensor
+    batches: int
+    is_last: bool
+    is_fetched: bool
+    """The step has data of the job, on which all ranks agreed before."""
+
+    def followed_by(self, call: "Pending") -> "Pending":
+        """Return these gradients with those of another call added. Only data of the job move its position."""
+        before, after = self.data, call.data
+        valid_tokens = before.valid_tokens + after.valid_tokens
+        shares = before.valid_share * before.valid_tokens + after.valid_share * after.valid_tokens
+        data = StepData(
+            (),
+            valid_tokens,
+            shares / max(valid_tokens, 1) or before.valid_share,
+            before.tokens + after.tokens,
+            before.seconds + after.seconds,
+            (call if call.is_fetched else self).data.position,
+        )
+        batches, is_fetched = self.batches + call.batches, self.is_fetched or call.is_fetched
+        return Pending(data, self.loss + call.loss, batches, call.is_last, is_fetched)
 
 
 class CallerBatches:
@@ -236,6 +264,20 @@ class CallerBatches:
         share = max(count, 1) / max(valid_tokens, 1)
         keyed = [self.preparer.with_random_keys(one, index, state.step) for one in microbatches]
         return StepData(keyed, valid_tokens, share, tokens, 0.0, state.position)
+
+
+def check_prompts(job: ResolvedJob, prompts: Sequence[str], max_new_tokens: int, temperature: float) -> None:
+    """Raise EngineError unless a job's model can continue these texts."""
+    task, layout = job.model.spec, job.layout
+    if layout.pp > 1 or layout.cp > 1:
+        raise EngineError("generate: pipeline and context parallel are not supported; generate by another plan")
+    if task.labels != "next" or task.streams_documents:
+        raise EngineError(f"generate: a model of task.kind = {job.config.task.kind} does not continue texts")
+    if isinstance(prompts, str) or not prompts or not all(isinstance(one, str) and one for one in prompts):
+        raise EngineError("generate: prompts: allowed: a list of texts, none of them empty")
+    if max_new_tokens < 1 or temperature < 0:
+        settings = f"max_new_tokens = {max_new_tokens}, temperature = {temperature}"
+        raise EngineError(f"generate: given {settings}; allowed: at least 1, and 0 or more")
 
 
 def _with_square(value: int) -> tuple[int, int]:

@@ -27,8 +27,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
 from torchtitan.core.cadence import describe_end
 from torchtitan.core.callbacks import Callback
-from torchtitan.datasets.position import Position
-from torchtitan.datasets.segments import SegmentLoader, SegmentPosition
+from torchtitan.datasets.segments import SegmentLoader
 from torchtitan.guards import MOST_EMPTY_STEPS
 from torchtitan.guards.stop_conditions import Stops
 from torchtitan.job import ResolvedJob
@@ -48,7 +47,7 @@ from torchtitan.rules import check
 from torchtitan.training import preflight
 from torchtitan.training.batches import Batch, Prefetcher, batch_preparer, prepare_adapter
 from torchtitan.training.callbacks import Callbacks, callbacks_of
-from torchtitan.training.caller_batches import CallerBatches, EngineError
+from torchtitan.training.caller_batches import CallerBatches, EngineError, Pending, check_prompts
 from torchtitan.training.ends import end_of, end_of_failure
 from torchtitan.training.final_export import Exports, full_tensors
 from torchtitan.training.reference_logprobs import load_references
@@ -93,18 +92,6 @@ def engine_call(method: Callable[Concatenate["Engine", P], T]) -> Callable[Conca
             engine.enter("script", engine.current_step)
 
     return call
-
-
-@dataclass
-class Pending:
-    """Gradients that no optimizer step has used yet."""
-
-    data: StepData
-    loss: torch.Tensor
-    batches: int
-    is_last: bool
-    is_fetched: bool
-    """The step has data of the job, on which all ranks agreed before."""
 
 
 class Engine:
@@ -393,16 +380,8 @@ class Engine:
         )
         with nullcontext() if objective is None else self.model.objective(objective):
             share = self.training_step.forward_backward(data, normalizer, is_last)
-        before, is_fetched = self.pending, isinstance(batch, StepData)
-        self.pending = Pending(
-            data
-            if before is None
-            else merged(before.data, data, data.position if is_fetched else before.data.position),
-            share if before is None else before.loss + share,
-            batches + len(data.microbatches),
-            is_last,
-            is_fetched or (before is not None and before.is_fetched),
-        )
+        call = Pending(data, share, len(data.microbatches), is_last, isinstance(batch, StepData))
+        self.pending = call if self.pending is None else self.pending.followed_by(call)
         return StepLoss(share, data.valid_tokens, self.model.sum_over_ranks)
 
     @engine_call
@@ -479,20 +458,10 @@ class Engine:
         Neither pipeline nor context parallel are supported.
         """
         self._require_no_gradients("generate", "call optim_step first")
-        if self.model.dims.pp > 1 or self.model.dims.cp > 1:
-            raise EngineError("generate: pipeline and context parallel are not supported; generate by another plan")
-        task, generations = self.job.model.spec, self.validator.generations
-        if task.labels != "next" or task.streams_documents:
-            raise EngineError(f"generate: a model of task.kind = {self.config.task.kind} does not continue texts")
-        if isinstance(prompts, str) or not prompts or not all(isinstance(one, str) and one for one in prompts):
-            raise EngineError("generate: prompts: allowed: a list of texts, none of them empty")
-        if max_new_tokens < 1 or temperature < 0:
-            raise EngineError(
-                f"generate: given max_new_tokens = {max_new_tokens}, temperature = {temperature}; allowed: at least 1, "
-                "and 0 or more"
-            )
+        check_prompts(self.job, prompts, max_new_tokens, temperature)
         ids = [self.tokenizer.encode(prompt, bos=True) for prompt in prompts]
-        if (longest := max(map(len, ids))) >= generations.context:
+        generations, longest = self.validator.generations, max(map(len, ids))
+        if longest >= generations.context:
             raise EngineError(f"generate: a prompt of {longest} tokens; allowed: fewer than {generations.context}")
         self.enter("validate", self.current_step)
         answers = generations.answers(self.model, ids, max_new_tokens, chooser(temperature, seed))
@@ -622,17 +591,3 @@ class Engine:
             folders = {"checkpoints": self.checkpointer.folder} | folders
         reason = self.findings.stop_reason
         log_end(self.job, self.ranks, self.metrics, self.goodput, folders, self.current_step, reason)
-
-
-def merged(first: StepData, second: StepData, position: Position | SegmentPosition | None) -> StepData:
-    """Return the counts of two calls of one step, without their microbatches. `position`: of the data after them."""
-    valid_tokens = first.valid_tokens + second.valid_tokens
-    shares = first.valid_share * first.valid_tokens + second.valid_share * second.valid_tokens
-    return StepData(
-        (),
-        valid_tokens,
-        shares / max(valid_tokens, 1) or first.valid_share,
-        first.tokens + second.tokens,
-        first.seconds + second.seconds,
-        position,
-    )
