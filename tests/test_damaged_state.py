@@ -165,12 +165,12 @@ class FlippingTrainer(DamagingTrainer):
     def step(self, batch):
         Trainer.step(self, batch)
 
-    def fetch(self, batches):
+    def fetch(self):
         if self.current_step == DAMAGED_STEP and self.entry is not None and not (self.once and self.damaged):
             self.damaged = True
             if self.ranks.rank == self.ranks.world_size - 1:
                 flip(self, self.entry)
-        return super().fetch(batches)
+        return super().fetch()
 
 
 WEIGHT = "layers.1.attention.wq.weight"

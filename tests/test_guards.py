@@ -145,9 +145,9 @@ class FaultyTrainer(Trainer):
 
     error_kind, once, has_failed, stops_before = "", False, False, False
 
-    def fetch(self, batches):
+    def fetch(self):
         self.stops.requested |= self.stops_before and self.current_step == BAD - 1
-        fetched = super().fetch(batches)
+        fetched = super().fetch()
         is_bad_rank = self.current_step == BAD - 1 and self.ranks.rank == self.ranks.world_size - 1
         self.model.fault = is_bad_rank and self.error_kind if not (self.once and self.has_failed) else ""
         self.has_failed |= is_bad_rank

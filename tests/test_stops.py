@@ -38,18 +38,18 @@ class InterruptedTrainer(Trainer):
 
     event = "nothing"
 
-    def fetch(self, batches):
+    def fetch(self):
         if self.current_step == BAD_STEP - 2 and self.ranks.rank == 1 and self.event == "data":  # a step ahead
-            next(batches)
-            batches = iter(())
+            next(self.batches)
+            self.batches = iter(())
         if self.current_step == BAD_STEP - 2 and self.ranks.rank == 1 and self.event == "disk":
-            batches = failing_disk()
+            self.batches = failing_disk()
         if self.current_step == BAD_STEP - 1 and self.event == "gradient" and not hasattr(self.model, "clipped"):
             self.model.clipped = self.model.clip_gradients
             self.model.clip_gradients = lambda max_norm: self.model.clipped(max_norm) * float("nan")
         if self.current_step == self.config.training.steps - 1 and self.event in STOPS_IN_THE_LAST_STEP:
             self.stops.requested = self.ranks.rank == self.ranks.world_size - 1
-        return super().fetch(batches)
+        return super().fetch()
 
     def validate(self, stop, phase="validate"):
         if self.event == KILLED and self.done:

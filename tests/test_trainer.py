@@ -170,9 +170,9 @@ def test_interrupt_stops_all_ranks_at_one_step_saved(texts, tmp_path):
 class StopsInForward(Trainer):
     """A trainer that is asked to stop on one rank only, during its fourth step."""
 
-    def train_step(self, batches):
-        super().train_step(batches)
-        if self.step == 4 and self.ranks.rank == 1:
+    def step(self, batch):
+        super().step(batch)
+        if self.current_step == 4 and self.ranks.rank == 1:
             self.stops.requested = True
 
 
