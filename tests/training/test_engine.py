@@ -1,6 +1,8 @@
 """The engine driven from Python: the losses of `torchtitan train` to the bit under plans, and its refusals."""
 
+import json
 import re
+import sys
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -12,6 +14,7 @@ import torch.distributed as dist
 
 from tests.support import jobs
 from tests.support.pool import run_alone, run_ranks
+from tests.test_preferences import dpo_arguments, write_pairs
 from torchtitan.checkpoint import CheckpointError
 from torchtitan.config import manager
 from torchtitan.config.options import ConfigError
@@ -403,3 +406,81 @@ def separate(argv):
 
 def test_steps_in_backward_cannot_be_separate(texts, tmp_path):
     run_alone(separate, jobs.arguments(tmp_path, texts, optimizer__early_step_in_backward=True, training__max_norm=0))
+
+
+def pairs_of_a_caller(argv):
+    """Return the sentence on pairs without their references, the count of pairs, and the loss beside the formula."""
+    with engine_of(argv) as engine:
+        batch = own_batch(engine)
+        with pytest.raises(EngineError) as refusal:
+            engine.forward_backward(batch)
+        of_answers = engine.forward(batch).sum(1).view(-1, 2)
+        loss = engine.forward_backward(batch | {"reference": torch.zeros(len(batch["tokens"]))})
+        gain = engine.config.dpo.beta * (of_answers[:, 0] - of_answers[:, 1])
+        expected = torch.nn.functional.softplus(-gain).mean()
+        return str(refusal.value), loss.valid_tokens, float(loss), float(expected)
+
+
+def test_pairs_of_a_caller_count_as_pairs(tmp_path):
+    settings = dict(training__seq_len=32, training__local_batch_size=4, training__global_batch_size=4)
+    argv = dpo_arguments(tmp_path / "run", write_pairs(tmp_path / "rows.jsonl"), **settings)
+    ((sentence, count, loss, expected),) = run_ranks(1, pairs_of_a_caller, argv)
+    assert "batch: reference missing, which the objective of task.kind = dpo reads" in sentence
+    assert count == 4 and loss == pytest.approx(expected, rel=1e-5)  # of 8 rows
+
+
+class Spoiled(Engine):
+    """An engine whose gradients are not finite in its third step, once."""
+
+    spoiled = False
+
+    def fetch(self):
+        data = super().fetch()
+        if self.current_step == 2 and not self.spoiled:
+            self.spoiled = True
+            next(iter(self.model.named_parameters()))[1].grad = None
+            self.model.clip_gradients, clip = (lambda norm: clip(norm) * float("nan")), self.model.clip_gradients
+            self.restore = lambda: setattr(self.model, "clip_gradients", clip)
+        return data
+
+
+def roll_back_in_a_script(argv):
+    """Return (step, reason) of each step of a script whose guard rolls back."""
+    made = []
+    engine = Spoiled.from_job(manager.load(argv))
+    for batch in engine.data:
+        engine.forward_backward(batch)
+        result = engine.optim_step()
+        made.append((result.step, result.skip_reason))
+        if result.skip_reason:
+            engine.restore()
+        if engine.current_step == 1:
+            engine.save()
+    engine.report()
+    engine.resources.close()
+    return made
+
+
+def test_a_guard_that_rolls_back_tells_the_script(texts, tmp_path):
+    options = dict(training__steps=4, checkpoint__enable=True, checkpoint__interval=100)
+    options |= dict(guard__non_finite="rollback")
+    made = run_alone(roll_back_in_a_script, jobs.arguments(tmp_path, texts, **options))
+    assert [step for step, _ in made] == [1, 2, 1, 2, 3, 4]
+    assert "back to the checkpoint of an earlier step" in made[2][1] and not any(reason for _, reason in made[3:])
+
+
+def leave_by_exit(argv, code):
+    config = manager.load(argv)
+    try:
+        with Engine.from_job(config) as engine:
+            engine.step(next(engine.data))
+            sys.exit(code)
+    except SystemExit:
+        pass
+    last = (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()[-1]
+    return json.loads(last)["exit_code"]
+
+
+@pytest.mark.parametrize(("code", "expected"), [(0, 0), (None, 0), (3, 3), ("no luck", 1)])
+def test_a_script_that_exits_has_its_own_code(code, expected, texts, tmp_path):
+    assert run_alone(leave_by_exit, jobs.arguments(tmp_path, texts), code) == expected

@@ -97,6 +97,11 @@ class CallerBatches:
             microbatches = [self._checked(batch)] if is_own else microbatches
             if loss is not None:
                 objective = self._objective_of(loss, entropy, microbatches)
+            elif call != "forward" and (missing := _missing(microbatches, self.preparer.keys)):
+                raise EngineError(
+                    f"batch: {missing[0]} missing, which the objective of task.kind = {self.task} reads; add it, or "
+                    "pass a loss"
+                )
         except Exception as error:  # any: the other ranks would wait for a rank that raises alone
             failure = error
         arguments = call, loss is None, entropy, divisor, is_last
@@ -244,7 +249,11 @@ class CallerBatches:
         other `arguments`.
         """
         labels = [one["labels"] for one in microbatches]
-        count = sum(int((x != IGNORE_INDEX).sum()) for x in labels)
+        counts_labels = not arguments[1] or arguments[0] == "forward"  # else terms of the task's loss, as pairs
+        count = sum(
+            int((one["labels"] != IGNORE_INDEX).sum()) if counts_labels else self.preparer.objective.count(one)
+            for one in ([] if failure is not None else microbatches)
+        )
         numbers = count, sum(x.numel() for x in labels), failure is not None, stops.requested
         checksum = zlib.crc32(repr(arguments).encode()) & 0xFFFFFF
         sums = distributed.sum_ints(*map(int, numbers), *_with_square(checksum))
@@ -288,6 +297,10 @@ def _are_equal(sums: Sequence[int]) -> bool:
     """Return True if all ranks have the same number, from the sums over ranks of `_with_square`."""
     total, squares = sums
     return total**2 == dist.get_world_size() * squares
+
+
+def _missing(microbatches: Sequence[Batch], names: Sequence[str]) -> list[str]:
+    return [name for one in microbatches for name in names if name not in one]
 
 
 def _columns_of(microbatches: Sequence[Batch]) -> tuple[str, ...]:

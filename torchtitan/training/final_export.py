@@ -139,7 +139,7 @@ def plain_tensors(model: ParallelModel) -> dict[str, Value]:
 
 
 def full_tensors(model: ParallelModel) -> Iterator[tuple[str, torch.Tensor]]:
-    """Yield (name, full tensor) of the plain model on every rank, with the adapter merged, in the order of the stages.
+    """Yield (name, full tensor) of the plain model on every rank, with the adapter merged, in one order.
 
     Tensors are gathered one by one; those of another pipeline rank are received from it.
     """

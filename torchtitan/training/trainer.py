@@ -6,7 +6,6 @@ One turn: fetch | step | validate | save. The host waits for the device only whe
 import gc
 import logging
 from functools import partial
-from typing import Any
 
 from torchtitan.assembly import observers
 from torchtitan.checkpoint import CheckpointError
@@ -68,15 +67,6 @@ class Trainer(Engine):
             self.exports.write(self.model, self.checkpointer, self.current_step, validate)
         self.enter("end", self.current_step)
         return self.done
-
-    def roll_back(self, reason: str) -> None:
-        """Return to the newest checkpoint in the middle of a step."""
-        bad_step = self.current_step + 1
-        self._go_back(self.checkpointer.roll_back)
-        self.guards.steps.on_rollback(self.current_step)
-        logger.warning("step %d: %s; back to step %d, to do its steps again", bad_step, reason, self.current_step)
-        event: dict[str, Any] = {"cause": reason, "steps_lost": bad_step - 1 - self.current_step}
-        self.metrics.record_event(self.current_step, "rollback", event | {"rolled_back": self.guards.steps.rolled_back})
 
     def maybe_validate(self, done: bool) -> None:
         if self.validator.held_out is not None and (done or self.current_step % self.validator.every == 0):
