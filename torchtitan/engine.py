@@ -5,6 +5,7 @@ from torchtitan.losses.log_probs import LossError, LossFunction, LossInputs
 from torchtitan.training.callbacks import CallbackError
 from torchtitan.training.caller_batches import EngineError
 from torchtitan.training.engine import Engine, StepLoss
+from torchtitan.training.sampling import Sample
 from torchtitan.training.step import StepData, StepResult
 
 __all__ = [
@@ -15,6 +16,7 @@ __all__ = [
     "LossError",
     "LossFunction",
     "LossInputs",
+    "Sample",
     "StepData",
     "StepLoss",
     "StepResult",

@@ -211,18 +211,31 @@ def test_an_average_of_weights_is_resumed_on_another_plan(case, examples, texts,
 
 
 def test_the_other_examples(examples, texts, tmp_path):
-    names = ["BlockOutput", "StopBelow", "Samples"]
+    names = ["LayerNorms", "StopBelow", "Samples"]
     argv = jobs.arguments(tmp_path, texts, **FSDP, training__steps=40)
     (rows, step, *_), *_ = run_ranks(2, train_with_examples, examples, argv, names, 0.5)
     assert 2 <= step < 40 and rows[-1]["loss"] < 5.0 <= rows[-2]["loss"]
-    assert all(row["block_0_output"] > 0 for row in rows)
     assert re.findall(r"^step (\d+): The", (tmp_path / "samples.txt").read_text(), re.MULTILINE) == [
         str(number) for number in range(2, step + 1, 2)
     ]
-    ((one_rank, *_),) = run_ranks(
-        1, train_with_examples, examples, jobs.arguments(tmp_path / "one", texts, **SHORT), ["BlockOutput"], 0.5
-    )
-    assert one_rank[0]["block_0_output"] == pytest.approx(rows[0]["block_0_output"], rel=1e-5)
+
+
+def test_norms_of_layers_are_those_of_one_device(examples, texts, tmp_path):
+    """Under each plan a rank sees another part: of the samples, of a sequence, of the layers."""
+    plans = {
+        "one": (1, {}),
+        "fsdp": (2, FSDP),
+        "tp": (2, dict(parallelism__tensor_parallel_degree=2, activation_checkpoint__mode="full")),
+        "pp": (2, dict(parallelism__pipeline_parallel_degree=2)),
+    }
+    norms = {}
+    for plan, (ranks, options) in plans.items():
+        argv = jobs.arguments(tmp_path / plan, texts, **SHORT | options)
+        ((rows, *_), *_) = run_ranks(ranks, train_with_examples, examples, argv, ["LayerNorms"], 0.5)
+        norms[plan] = [value for name, value in rows[0].items() if name.startswith("layer_norms/")]
+    assert len(norms["one"]) == 4 and min(norms["one"]) > 0
+    for plan in plans:
+        assert norms[plan] == pytest.approx(norms["one"], rel=1e-5), plan
 
 
 # The job

@@ -215,6 +215,11 @@ def refusals(argv):
         refused(engine.evaluate, [{**good, "labels": torch.full_like(good["labels"], -100)}])
         refused(engine.disable_adapter)
         refused(engine.generate, "one text")
+        refused(engine.generate, ["one", "two"][: 1 + engine.dp_rank])
+        refused(engine.sample, ["one"], seed=engine.dp_rank)
+        refused(engine.batch_of, engine.sample(["one"], 2))
+        refused(engine.forward_backward, {**good, "advantages": [1.0] * 4})
+        refused(engine.forward_backward, {**good, "advantages": torch.full((4,), float("nan"))}, loss=weighted_loss)
     return said, result.step
 
 
@@ -255,6 +260,11 @@ def test_every_wrong_call_is_a_sentence_on_all_ranks(texts, tmp_path):
         "evaluate: no batch of any rank has a label",
         "disable_adapter: the job has no adapter",
         "generate: prompts: allowed: a list of texts",
+        "generate: ranks pass other prompts, max_new_tokens, temperature or seed",
+        "generate: ranks pass other prompts",
+        r"batch_of: given 1 samples; allowed: 4 \(training.local_batch_size\)",
+        r"batch: advantages is a list; allowed: a tensor \[B, S\] or \[B\]",
+        "batch: advantages has values that are not finite",
     ]
     assert len(first) == len(expected)
     for sentence, pattern in zip(first, expected, strict=True):
@@ -484,3 +494,46 @@ def leave_by_exit(argv, code):
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (None, 0), (3, 3), ("no luck", 1)])
 def test_a_script_that_exits_has_its_own_code(code, expected, texts, tmp_path):
     assert run_alone(leave_by_exit, jobs.arguments(tmp_path, texts), code) == expected
+
+
+def differ_in_a_group(argv):
+    """Return the sentence on batches that differ between the ranks of one tensor-parallel group."""
+    with engine_of(argv) as engine:
+        batch = own_batch(engine) | {"weight": torch.full((8,), 1.0 + engine.ranks.rank)}
+        with pytest.raises(EngineError) as refusal:
+            engine.forward_backward(batch, loss=by_weight)
+        return str(refusal.value)
+
+
+def by_weight(inputs):
+    return -(inputs.log_probs.sum(1) @ inputs.columns["weight"])
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_ranks_of_one_group_pass_the_same_batch(axis, texts, tmp_path):
+    argv = jobs.arguments(tmp_path, texts, **{f"parallelism__{axis}_parallel_degree": 2})
+    for sentence in run_ranks(2, differ_in_a_group, argv):
+        assert "ranks of one tensor, context or pipeline parallel group pass different ones" in sentence
+
+
+def train_on_samples(argv):
+    """Return the samples of an untrained model of bytes, and the labels of the batch that is made of them."""
+    with engine_of(argv) as engine:
+        samples = engine.sample(["ab", "c"] * 4, max_new_tokens=12, seed=3)
+        batch = engine.batch_of(samples)
+        before = engine.forward(batch)
+        engine.forward_backward(batch)
+        engine.optim_step(lr=1e-2)
+        after = engine.forward(batch)
+        return samples, batch["labels"].tolist(), float(before.sum()), float(after.sum()), engine.tokenizer.eos_id
+
+
+def test_samples_are_trained_on_as_they_were_drawn(texts, tmp_path):
+    ((samples, labels, before, after, end_id),) = run_ranks(1, train_on_samples, jobs.arguments(tmp_path, texts))
+    assert after > before
+    for sample, row in zip(samples, labels, strict=True):
+        first = len(sample.prompt_ids) - 1
+        assert row[first : first + len(sample.ids)] == sample.ids  # also where the text is no UTF-8
+        assert row.count(-100) == 32 - len(sample.ids)
+        assert sample.ended == (sample.ids[-1] == end_id) and (sample.ended or len(sample.ids) == 12)
+    assert any("\ufffd" in sample.text for sample in samples)

@@ -135,8 +135,8 @@ class CallerBatches:
     def mean_loss(self, batches: Sequence[StepData | Batch], state: TrainState, stops: Stops) -> float:
         """Return the mean loss of the labels in the batches of all ranks, by the job's objective."""
         batches = list(batches)
-        counts = distributed.sum_ints(*_with_square(len(batches)))
-        if not counts[0] or not _are_equal(counts):
+        counts = distributed.sum_ints(*with_square(len(batches)))
+        if not counts[0] or not are_equal(counts):
             raise EngineError(
                 f"evaluate: given {len(batches)} batches here and {counts[0]} on all ranks; allowed: as many on each "
                 "rank, at least 1; add batches whose labels are all -100"
@@ -161,11 +161,16 @@ class CallerBatches:
         """Return a program's batch with all tensors that the model reads. Raise EngineError for another one."""
         if self.preparer.spec.extra_keys:
             raise EngineError(f"task.kind = {self.task} reads documents in order; pass the batches of engine.data")
-        if not isinstance(batch, Mapping) or not all(isinstance(x, torch.Tensor) for x in batch.values()):
+        if not isinstance(batch, Mapping):
             raise EngineError(
                 f"batch: given a {type(batch).__name__}; allowed: what engine.data yields, or a mapping of names to "
                 "tensors [B, S]: tokens, labels and columns of the loss"
             )
+        for name, tensor in batch.items():
+            if not isinstance(tensor, torch.Tensor):
+                raise EngineError(f"batch: {name} is a {type(tensor).__name__}; allowed: a tensor [B, S] or [B]")
+            if tensor.is_floating_point() and not bool(tensor.isfinite().all()):
+                raise EngineError(f"batch: {name} has values that are not finite, as of a division by 0; mend them")
         if missing := [name for name in ("tokens", "labels") if name not in batch]:
             raise EngineError(f"batch: {' and '.join(missing)} missing; give tokens and labels, tensors [B, S]")
         tokens = batch["tokens"]
@@ -255,48 +260,56 @@ class CallerBatches:
             for one in ([] if failure is not None else microbatches)
         )
         numbers = count, sum(x.numel() for x in labels), failure is not None, stops.requested
-        checksum = zlib.crc32(repr(arguments).encode()) & 0xFFFFFF
-        sums = distributed.sum_ints(*map(int, numbers), *_with_square(checksum))
-        valid_tokens, tokens, failed, stopping, *checksums = sums
+        # the ranks that work on the same samples have a place for the checksum of their batch
+        dims, contents = self.preparer.dims, [0] * 2 * self.preparer.dims.dp
+        at = 2 * self.preparer.dp_rank
+        contents[at : at + 2] = with_square(_checksum_of(microbatches))
+        sums = distributed.sum_ints(*map(int, numbers), *with_square(checksum_of(arguments)), *contents)
+        valid_tokens, tokens, failed, stopping, *checksums = sums[:6]
         if failure is not None:
             raise failure
         if failed:
             raise EngineError("another rank's batch or loss was refused; it reports the reason")
-        if not _are_equal(checksums):
+        contents, readers = sums[6:], dims.model_parallel_size
+        if not all(are_equal(contents[at : at + 2], readers) for at in range(0, len(contents), 2)):
+            raise EngineError(
+                "batch: ranks of one tensor, context or pipeline parallel group pass different ones; make each by "
+                "engine.dp_rank, not by the rank"
+            )
+        if not are_equal(checksums):
             raise EngineError(
                 f"{arguments[0]}: another rank makes another call, or passes another normalizer, is_last, entropy or "
                 "loss; make the same calls with the same ones on all ranks"
             )
         stops.agreed = bool(stopping)
-        readers = self.preparer.dims.model_parallel_size
         valid_tokens, tokens = valid_tokens // readers, tokens // readers
         share = max(count, 1) / max(valid_tokens, 1)
         keyed = [self.preparer.with_random_keys(one, index, state.step) for one in microbatches]
         return StepData(keyed, valid_tokens, share, tokens, 0.0, state.position)
 
 
-def check_prompts(job: ResolvedJob, prompts: Sequence[str], max_new_tokens: int, temperature: float) -> None:
-    """Raise EngineError unless a job's model can continue these texts."""
-    task, layout = job.model.spec, job.layout
-    if layout.pp > 1 or layout.cp > 1:
-        raise EngineError("generate: pipeline and context parallel are not supported; generate by another plan")
-    if task.labels != "next" or task.streams_documents:
-        raise EngineError(f"generate: a model of task.kind = {job.config.task.kind} does not continue texts")
-    if isinstance(prompts, str) or not prompts or not all(isinstance(one, str) and one for one in prompts):
-        raise EngineError("generate: prompts: allowed: a list of texts, none of them empty")
-    if max_new_tokens < 1 or temperature < 0:
-        settings = f"max_new_tokens = {max_new_tokens}, temperature = {temperature}"
-        raise EngineError(f"generate: given {settings}; allowed: at least 1, and 0 or more")
+def checksum_of(arguments: Any) -> int:
+    """Return a number of 24 bits for arguments that all ranks pass alike."""
+    return zlib.crc32(repr(arguments).encode()) & 0xFFFFFF
 
 
-def _with_square(value: int) -> tuple[int, int]:
+def _checksum_of(microbatches: Sequence[Batch]) -> int:
+    """Return a number of 24 bits for the tensors of batches, of any shape."""
+    checksum = 0
+    for name, tensor in sorted((name, x) for one in microbatches for name, x in one.items()):
+        content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
+        checksum = zlib.crc32(content.numpy().tobytes(), zlib.crc32(name.encode(), checksum))
+    return checksum & 0xFFFFFF
+
+
+def with_square(value: int) -> tuple[int, int]:
     return value, value**2
 
 
-def _are_equal(sums: Sequence[int]) -> bool:
-    """Return True if all ranks have the same number, from the sums over ranks of `_with_square`."""
+def are_equal(sums: Sequence[int], ranks: int | None = None) -> bool:
+    """Return True if these `ranks`, or all, have the same number, from their sums of `with_square`."""
     total, squares = sums
-    return total**2 == dist.get_world_size() * squares
+    return total**2 == (ranks or dist.get_world_size()) * squares
 
 
 def _missing(microbatches: Sequence[Batch], names: Sequence[str]) -> list[str]:

@@ -34,12 +34,12 @@ from torchtitan.process.exit import CRASHED
 from torchtitan.process.host import host
 from torchtitan.rules import check
 from torchtitan.training.batches import Batch
-from torchtitan.training.caller_batches import EngineError, Pending, check_prompts
+from torchtitan.training.caller_batches import EngineError, Pending
 from torchtitan.training.ends import end_of, end_of_failure
 from torchtitan.training.final_export import full_tensors
 from torchtitan.training.run import Run
+from torchtitan.training.sampling import Sample, batch_of, draw_samples
 from torchtitan.training.step import StepData, StepResult
-from torchtitan.training.validation import chooser
 
 P = ParamSpec("P")
 T = TypeVar("T")
@@ -142,7 +142,9 @@ class Engine(Run):
     def _end_of(self, error: BaseException | None, requests: StopRequests) -> RunEnd:
         """Return the end of the run, by an error or without one. Failures of the run are logged."""
         if error is None:
-            return end_of(self, self.done or not self.stops.agreed, requests)
+            if not self.done and not self.stops.agreed:  # the program had enough
+                return RunEnd(0)
+            return end_of(self, self.done, requests)
         if isinstance(error, Exception):
             reason = f"{type(error).__name__}: {error}"
             return end_of_failure(error, self, self.ranks) or RunEnd(CRASHED, reason=reason)
@@ -307,24 +309,29 @@ class Engine(Run):
             raise EngineError("evaluate: the job has no held-out data; set validation.enable, or pass batches")
         return self.validate(False) or {}
 
-    @engine_call
     def generate(
         self, prompts: Sequence[str], max_new_tokens: int = 64, temperature: float = 0.0, seed: int = 0
     ) -> list[str]:
+        """Return the texts of `sample`, by default of the most probable tokens."""
+        return [sample.text for sample in self.sample(prompts, max_new_tokens, temperature, seed)]
+
+    @engine_call
+    def sample(
+        self, prompts: Sequence[str], max_new_tokens: int = 64, temperature: float = 1.0, seed: int = 0
+    ) -> list[Sample]:
         """Return continuations of the prompts, the same on all ranks. All ranks pass the same.
 
-        `temperature`: 0 takes the most probable token. There is no KV cache: a token costs a forward of all prompts.
-        Neither pipeline nor context parallel are supported.
+        `temperature`: 0 takes the most probable token. A continuation ends at an end token, which it keeps, after
+        `max_new_tokens` or at training.seq_len. There is no KV cache: a token costs a forward of all prompts. Neither
+        pipeline nor context parallel are supported.
         """
         self._require_no_gradients("generate", "call optim_step first")
-        check_prompts(self.job, prompts, max_new_tokens, temperature)
-        ids = [self.tokenizer.encode(prompt, bos=True) for prompt in prompts]
-        generations, longest = self.validator.generations, max(map(len, ids))
-        if longest >= generations.context:
-            raise EngineError(f"generate: a prompt of {longest} tokens; allowed: fewer than {generations.context}")
-        self.enter("validate", self.current_step)
-        answers = generations.answers(self.model, ids, max_new_tokens, chooser(temperature, seed))
-        return [self.tokenizer.decode(answer) for answer in answers]
+        generations = self.validator.generations
+        return draw_samples(self.job, self.model, generations, prompts, max_new_tokens, temperature, seed)
+
+    def batch_of(self, samples: Sequence[Sample]) -> Batch:
+        """Return tokens and labels [B, S] of this rank's samples, with labels on their continuations."""
+        return batch_of(samples, self.caller_batches.rows, self.config.training.seq_len)
 
     @torch.no_grad()
     def weights(self) -> Iterator[tuple[str, torch.Tensor]]:

@@ -268,5 +268,6 @@ class Run:
         folders = {"weights": self.exports.weights}
         if self.checkpointer and not self.checkpointer.load_only:
             folders = {"checkpoints": self.checkpointer.folder} | folders
-        reason = self.findings.stop_reason
+        is_left = self.is_in_script and not self.done and not self.stops.agreed
+        reason = self.findings.stop_reason or "the program has ended" * is_left
         log_end(self.job, self.ranks, self.metrics, self.goodput, folders, self.current_step, reason)

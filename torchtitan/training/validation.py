@@ -154,9 +154,14 @@ class Generations:
                 logger.info("generated  %r -> %r", texts["prompt"][-60:], texts["generated"])
 
     def answers(
-        self, model: ParallelModel, prompts: Sequence[Sequence[int]], max_new_tokens: int, choose: Choose
+        self,
+        model: ParallelModel,
+        prompts: Sequence[Sequence[int]],
+        max_new_tokens: int,
+        choose: Choose,
+        keeps_end: bool = False,
     ) -> list[list[int]]:
-        """Return the continuations of prompts by the model. Every rank calls it."""
+        """Return the continuations of prompts by the model, see `generate`. Every rank calls it."""
 
         def next_logits(tokens: torch.Tensor, last: torch.Tensor) -> torch.Tensor:
             return model.next_token_logits(tokens.to(model.device), last.to(model.device))
@@ -171,6 +176,7 @@ class Generations:
             multiple=self.multiple,
             vocab_size=self.vocabulary.vocab_size,
             end_ids=self.end_ids,
+            keeps_end=keeps_end,
         )
         model.train()
         return answers
@@ -228,10 +234,12 @@ def generate(
     multiple: int,
     vocab_size: int,
     end_ids: Collection[int],
+    keeps_end: bool = False,
 ) -> list[list[int]]:
     """Return the continuations of the prompts.
 
-    Each ends before one of `end_ids`, after `max_new_tokens` tokens, or with `context` tokens including the prompt.
+    Each ends before one of `end_ids` (with it, if `keeps_end`), after `max_new_tokens` tokens, or with `context` tokens
+    including the prompt.
 
     `next_logits`: tokens [B, S] and last [B] -> logits [B, V]; S and `context` are multiples of `multiple`. `choose`:
     logits [B, V] -> tokens [B]. All ranks take rank 0's choices, because sums of reductions may differ in their last
@@ -251,7 +259,7 @@ def generate(
         choices = distributed.broadcast_floats(*choose(logits.float()).tolist())
         for number in sorted(going):
             choice, ids = int(choices[number]), rows[number]
-            if choice not in end_ids:
+            if keeps_end or choice not in end_ids:
                 tokens[number, len(ids)] = choice
                 ids.append(choice)
             if choice in end_ids or len(ids) == context:
