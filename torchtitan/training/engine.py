@@ -249,7 +249,7 @@ class Engine(Run):
         if lr is not None:
             self.training_step.schedulers.use_once(lr)
         self.pending = None
-        return self._made(partial(self.training_step.update, pending.data, pending.loss), pending.is_fetched)
+        return self._make_step(partial(self.training_step.update, pending.data, pending.loss), pending.is_fetched)
 
     @engine_call
     def step(self, batch: StepData | Batch) -> StepResult:
@@ -260,9 +260,9 @@ class Engine(Run):
         else:
             self._check_time()
             data, _ = self.caller_batches.prepare(batch, self.state, self.stops, call="step")
-        return self._made(partial(self.training_step.run, data), data is batch)
+        return self._make_step(partial(self.training_step.run, data), data is batch)
 
-    def _made(self, step: Callable[[], StepResult], is_fetched: bool) -> StepResult:
+    def _make_step(self, step: Callable[[], StepResult], is_fetched: bool) -> StepResult:
         """Make a step. Where a guard rolls back, a program gets the step that the run is back at, and why."""
         lr = self.training_step.schedulers.last_lr
         try:
