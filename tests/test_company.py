@@ -78,7 +78,7 @@ def start(restart):
     return watched(restart, nodes.port, listener)
 if index:
     sys.exit(follow_coordinator(lambda port, restart: watched(restart, port), queue, company, {rejoin}))
-code = supervise(start, queue, {budget}, newest, company, {rejoin}).code
+code = supervise(start, queue, lambda: {budget}, newest, company, {rejoin}).code
 company.end_run(code)
 sys.exit(code)
 """
@@ -222,7 +222,7 @@ def test_a_stop_while_exit_reports_are_gathered_ends_the_run(on_coordinator, que
         return ExitReport(code, "a")
 
     watches = [SimpleNamespace(wait=lambda: CRASHED, exit_report=crashed, folder=tmp_path)]
-    assert supervise(lambda restart: watches.pop(), queue, 3, lambda: -1, first).code == 128 + signal.SIGUSR1
+    assert supervise(lambda restart: watches.pop(), queue, lambda: 3, lambda: -1, first).code == 128 + signal.SIGUSR1
     assert [order.kind for order in receive(other, 1 + on_coordinator)] == ["follow"] + ["stop"] * on_coordinator
     first.end_run(0)
 
