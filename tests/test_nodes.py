@@ -104,7 +104,7 @@ def startup_timeouts(folder: Path) -> tuple[float, float]:
     ranks = Ranks(rank=1, world_size=2, local_world_size=1, launcher=Launcher(1, "", os.devnull, "", "", 3))
     config = load(jobs.arguments(folder, folder, comm__init_timeout_seconds=50))
     with pytest.MonkeyPatch.context() as patch, suppress(JobError):
-        patch.setattr("torchtitan.training.trainer.Progress", lambda path, row: Progress())
+        patch.setattr("torchtitan.training.run.Progress", lambda path, row: Progress())
         Trainer(config, ranks)
     return timeouts[0], config.comm.init_timeout_seconds
 

@@ -38,7 +38,7 @@ from torchtitan.losses.preference import IPO, ORPO, Preference
 from torchtitan.models.spec import MODELS
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import read_ranks
-from torchtitan.training import reference_logprobs, trainer
+from torchtitan.training import reference_logprobs, run
 from torchtitan.training.inference_model import load_model
 from torchtitan.training.reference_logprobs import FILE, MODEL, References, digests_of, load_references
 
@@ -371,7 +371,7 @@ REFERENCE_MODELS = {  # ranks, options, form of the other model
 def train_and_count_reference_parameters(argv):
     """Run jobs.train: the logged steps, how many parameters the reference had, how many live after its pass."""
     weak_references, counts = [], []
-    original_build, original_references = reference_logprobs.load_reference_model, trainer.load_references
+    original_build, original_references = reference_logprobs.load_reference_model, run.load_references
 
     def build_other(*args):
         model = original_build(*args)
@@ -386,11 +386,11 @@ def train_and_count_reference_parameters(argv):
             counts.append(sum(ref() is not None for ref in weak_references))
             gc.enable()
 
-    reference_logprobs.load_reference_model, trainer.load_references = build_other, ask
+    reference_logprobs.load_reference_model, run.load_references = build_other, ask
     try:
         return jobs.train(argv)[0], len(weak_references), *counts
     finally:
-        reference_logprobs.load_reference_model, trainer.load_references = original_build, original_references
+        reference_logprobs.load_reference_model, run.load_references = original_build, original_references
 
 
 @pytest.mark.parametrize("name", REFERENCE_MODELS)
