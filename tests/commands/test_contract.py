@@ -87,11 +87,18 @@ def test_exit_codes_and_the_table(installed, capsys):
     out = capsys.readouterr().out.splitlines()
     assert out[0].startswith("[1/1] schedule:straight  function of the step: holds  (")
     assert out[-1].split() == ["schedule:straight", "1", "0", "0"]
-    assert cli.main(["contract", "acme-titan", "--ranks", "1"]) == 1
+    assert cli.main(["contract", "acme-titan", "--ranks", "1", "--only", "task:longest"]) == 1
     out = capsys.readouterr().out.splitlines()
-    table = {line.split()[0]: line.split()[1:] for line in out[-12:]}
-    assert table["family:acme"] == ["1", "0", "0"] and table["adapter:vector"] == ["1", "0", "0"]
-    assert table["task:longest"] == ["0", "1", "0", "count"]
+    resume = next(number for number, line in enumerate(out) if "save and resume: left out" in line)
+    assert out[resume + 1] == "    it needs 2 ranks; --ranks is 1"
+    assert out[-1].split() == ["task:longest", "0", "1", "14", "count"]
+
+
+def test_an_item_without_a_row_is_refused(installed, capsys):
+    assert cli.main(["contract", "acme-titan", "--ranks", "1"]) == 2
+    assert capsys.readouterr().err.strip() == (
+        "--ranks 1: no row of optimizer:Normed has that few ranks; the smallest needs 2"
+    )
 
 
 def test_the_rows(installed, capsys):
@@ -103,7 +110,7 @@ def test_the_rows(installed, capsys):
     assert len(items_of("acme-titan")) == 12
     (item,) = items_of("acme_titan.light:falling")
     assert item == Item("schedule", "falling", "acme_titan.light:falling")
-    assert max(row.ranks for row in rows_of(items_of("acme-titan")[0], 4)) == 4
+    assert max(row.ranks for row in rows_of(items_of("acme-titan")[0])) == 4
 
 
 ERRORS = {

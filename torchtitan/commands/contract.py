@@ -19,7 +19,7 @@ from torchtitan.contract.items import PLANS, Item, Row, items_of, rows_of
 from torchtitan.contract.ranks import RankError, run_on_ranks
 from torchtitan.core.errors import JobError
 
-HOLDS, FAILS, LEFT_OUT = "holds", "FAILS", "-"
+HOLDS, FAILS, LEFT_OUT = "holds", "FAILS", "left out"
 TOLERANCE = {"optimizer": 1e-5}
 """Largest difference, of a weight's largest change; else of a gradient's largest entry."""
 EXACT = 1e-9
@@ -39,8 +39,12 @@ def main(argv: list[str]) -> int:
         items = [item for item in items if str(item) == options.only]
     for item in items:
         item.load()
-    rows = [row for item in items for row in rows_of(item, options.ranks)]
+        fewest = min(row.ranks for row in rows_of(item))
+        if fewest > options.ranks:
+            raise JobError(f"--ranks {options.ranks}: no row of {item} has that few ranks; the smallest needs {fewest}")
+    rows = [row for item in items for row in rows_of(item)]
     if options.list:
+        rows = [row for row in rows if row.ranks <= options.ranks]
         print(*(f"{row.item}  {row.name}  ({row.ranks} rank{'s' * (row.ranks > 1)})" for row in rows), sep="\n")
         return 0
     outcomes: dict[Item, dict[str, list[str]]] = {item: {HOLDS: [], FAILS: [], LEFT_OUT: []} for item in items}
@@ -48,7 +52,10 @@ def main(argv: list[str]) -> int:
         expected: dict[Item, Any] = {}
         for number, row in enumerate(rows, 1):
             start = time.monotonic()
-            outcome, lines = _judge(row, expected, Path(folder))
+            if row.ranks > options.ranks:
+                outcome, lines = LEFT_OUT, [f"it needs {row.ranks} ranks; --ranks is {options.ranks}"]
+            else:
+                outcome, lines = _judge(row, expected, Path(folder))
             outcomes[row.item][outcome].append(row.name)
             print(f"[{number}/{len(rows)}] {row.item}  {row.name}: {outcome}  ({time.monotonic() - start:.1f} s)")
             print(*(f"    {line}\n" for line in lines), sep="", end="", flush=True)
@@ -75,8 +82,8 @@ def _judge(row: Row, expected: dict[Item, Any], folder: Path) -> tuple[str, list
             lines = differences(row, expected[row.item], answers, np.load(file))
         else:
             (line,) = run_on_ranks(1, ON_ONE_RANK[row.name], row)
-            if line.startswith(LEFT_OUT):
-                return LEFT_OUT, [line.removeprefix(LEFT_OUT)]
+            if line.startswith(checks.UNTRIED):
+                return LEFT_OUT, [line.removeprefix(checks.UNTRIED)]
             lines = [line] * bool(line)
     except RankError as error:
         lines = [f"it raised an error on {error}"]

@@ -41,6 +41,8 @@ from torchtitan.training.trainer import Trainer
 
 SEED, STEPS, SAVED = 7, 3, 2
 DEVICE = torch.device("cpu")
+UNTRIED = "-"
+"""What the answer of a check begins with where there is nothing to try; the reason follows."""
 
 
 def job_of(row: Row) -> ResolvedJob:
@@ -203,7 +205,7 @@ def export(row: Row) -> str:
     job = job_of(row)
     hf = model_spec(job.model).hf
     if hf is None or hf.config is None:
-        return "-the family declares no folder of Hugging Face"
+        return f"{UNTRIED}the family declares no folder of Hugging Face"
     model, other = plain_model(job)[0].float(), plain_model(job)[0].float()
     state = {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
     for parameter in other.parameters():
@@ -226,7 +228,7 @@ def merge(row: Row) -> str:
     plain.loss = ModelBuilder(job).objective()
     merged = adapter.merged_tensors([model])
     if not any(isinstance(value, Deferred) for value in merged.values()):
-        return "-no module of the adapter has `merged_weight`"
+        return f"{UNTRIED}no module of the adapter has `merged_weight`"
     plain.load_state_dict({name: value.detach() for name, value in merged.items()})
     batch, _, _ = batch_of(job, model)
     with torch.no_grad():

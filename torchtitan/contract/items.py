@@ -1,7 +1,6 @@
 """Find what a package brings, and list the rows that try it: checks of tiny jobs under plans. Needs no torch."""
 
 import re
-from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
@@ -200,8 +199,7 @@ def _imported(place: str) -> Any:
         raise JobError(f"{place}: cannot be imported ({type(error).__name__}: {error}); mend the package") from error
 
 
-def rows_of(item: Item, most_ranks: int) -> Iterator[Row]:
-    """Yield the rows of an item that need at most so many ranks."""
+def rows_of(item: Item) -> list[Row]:
+    """Return the rows of an item."""
     plans = () if item.kind == "schedule" else [name for name in PLANS if name not in NOT_FOR.get(item.kind, ())]
-    rows = (Row(item, name) for name in (*CHECKS[item.kind], *plans))
-    yield from (row for row in rows if row.ranks <= most_ranks)
+    return [Row(item, name) for name in (*CHECKS[item.kind], *plans)]
