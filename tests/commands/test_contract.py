@@ -1,9 +1,11 @@
 """`torchtitan contract`: planted faults of an outside package are named in words, and right ones hold."""
 
 import os
+import re
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 
 from tests.support.jobs import ROOT
@@ -11,6 +13,8 @@ from tests.support.outside_package import ENTRIES, HEAVY, LIGHT
 from tests.support.packages import install
 from torchtitan import cli
 from torchtitan.commands import contract
+from torchtitan.contract import ranks
+from torchtitan.contract.diagnosis import differences
 from torchtitan.contract.items import Item, Row, items_of, rows_of
 from torchtitan.core import registry
 
@@ -41,6 +45,8 @@ FAULTS = {
     "placement from `tensor_placements`",
     ("optimizer:ShardNormed", "FSDP2 2"): "its step reads what depends on the shard, as a norm or a maximum of "
     "`to_local()` would",
+    ("optimizer:GroupNormed", "PP 2, DualPipeV"): "of its largest change: its step reads other parameters, of which a "
+    "stage has only some: make it per parameter, or sum over all stages",
     ("adapter:forgetful", "save and resume"): "after a resume the loss of step 4 is ",
     ("task:longest", "count"): "`count` of 8 rows is 48, and 144 summed over parts of two rows: it is not additive",
     ("schedule:counting", "function of the step"): "f(0, 1) is 1 in one call and 0.0294118 in a later one: it is no "
@@ -52,6 +58,21 @@ FAULTS = {
 def test_a_planted_fault_is_named_in_words(item, check, installed, tmp_path):
     outcome, text = judged(item, check, tmp_path)
     assert outcome == contract.FAILS and FAULTS[item, check] in text
+
+
+def test_a_step_with_both_faults_is_judged_by_the_rows_without_stages():
+    for check, failing, part in (
+        ("PP 2 x FSDP2 2", [], "of which a stage has only some"),
+        ("PP 2 x FSDP2 2", ["save and resume", "PP 2, DualPipeV"], "of which a stage has only some"),
+        ("PP 2 x FSDP2 2", ["FSDP2 2"], "what depends on the shard"),
+        ("PP 2, DualPipeV", ["FSDP2 2"], "of which a stage has only some"),
+        ("FSDP2 2", [], "what depends on the shard"),
+    ):
+        ones = np.ones(2)
+        answer = {"loss": None, "norm": None, "names": ["w"], "faulty": {"w": 2 * ones}}
+        expected = {"names": ["w"], "scales": {"w": 1.0}}
+        (line,) = differences(Row(Item("optimizer", "X", ""), check), expected, [answer], {"w": ones}, failing)
+        assert part in line and line.startswith("w differs after three steps by 1 of its largest change: ")
 
 
 RIGHT = [
@@ -82,6 +103,20 @@ def test_a_family_with_experts_runs_them_in_parallel(tmp_path):
     assert contract._judge(Row(item, "EP 2"), {}, tmp_path) == (contract.HOLDS, [])
 
 
+def test_a_hang_ends_the_rows_of_its_item(installed, tmp_path, monkeypatch):
+    monkeypatch.setattr(ranks, "LIMIT", 15.0)
+    (item,) = items_of("acme_titan.light:WAITING")
+    expected = {}
+    outcome, (line,) = contract._judge(Row(item, "TP 2"), expected, tmp_path)
+    assert outcome == contract.FAILS
+    assert re.match(
+        r"ranks 0, 1 did not end within 15 s: ranks may wait in different collectives; "
+        r"rank 0 is at \S*/acme_titan/heavy.py:\d+; rank 1 is at \S*/heavy.py:\d+$",
+        line,
+    )
+    assert contract._judge(Row(item, "CP 2"), expected, tmp_path) == (contract.LEFT_OUT, ["not tried after a hang"])
+
+
 def test_exit_codes_and_the_table(installed, capsys):
     assert cli.main(["contract", "acme_titan", "--only", "schedule:straight"]) == 0
     out = capsys.readouterr().out.splitlines()
@@ -95,7 +130,7 @@ def test_exit_codes_and_the_table(installed, capsys):
 
 
 def test_an_item_without_a_row_is_refused(installed, capsys):
-    assert cli.main(["contract", "acme-titan", "--ranks", "1"]) == 2
+    assert cli.main(["contract", "acme-titan", "--ranks", "1", "--only", "optimizer:Normed"]) == 2
     assert capsys.readouterr().err.strip() == (
         "--ranks 1: no row of optimizer:Normed has that few ranks; the smallest needs 2"
     )
@@ -107,7 +142,7 @@ def test_the_rows(installed, capsys):
         "optimizer:Normed  save and resume  (2 ranks)",
         "optimizer:Normed  FSDP2 2  (2 ranks)",
     ]
-    assert len(items_of("acme-titan")) == 12
+    assert len(items_of("acme-titan")) == 13
     (item,) = items_of("acme_titan.light:falling")
     assert item == Item("schedule", "falling", "acme_titan.light:falling")
     assert max(row.ranks for row in rows_of(items_of("acme-titan")[0])) == 4

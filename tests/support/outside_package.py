@@ -14,6 +14,8 @@ SUMMED_TWICE = replace(FAMILY, spec="acme_titan.heavy:SUMMED_TWICE")
 UNDECLARED = replace(FAMILY, spec="acme_titan.heavy:UNDECLARED")
 WITHOUT_DEBUG = replace(FAMILY, sizes={"7B": FAMILY.sizes["debugmodel"]})
 NORMED = OptimizerSpec(make="acme_titan.heavy:Normed", state=lambda options: 1)
+GROUP_NORMED = OptimizerSpec(make="acme_titan.heavy:GroupNormed", state=lambda options: 1)
+WAITING = OptimizerSpec(make="acme_titan.heavy:Waiting", state=lambda options: 1)
 SHARD_NORMED = OptimizerSpec(make="acme_titan.heavy:ShardNormed", state=lambda options: 1)
 IA3 = AdapterSpec(make="tests.support.documented_adapter:IA3", options=("target", "layers"))
 PARTIAL = AdapterSpec(make="acme_titan.heavy:Partial", options=("target", "layers"))
@@ -35,6 +37,7 @@ HEAVY = """
 from dataclasses import replace
 
 import torch
+import torch.distributed as dist
 from torch.distributed.tensor import DTensor, Replicate
 
 from tests.support.documented_adapter import IA3, IA3Linear
@@ -67,6 +70,19 @@ class Normed(torch.optim.Optimizer):
 class ShardNormed(Normed):
     def length(self, grad):
         return (grad.to_local() if isinstance(grad, DTensor) else grad).norm()
+
+
+class GroupNormed(Normed):
+    def length(self, grad):
+        grads = [p.grad for group in self.param_groups for p in group["params"] if p.grad is not None]
+        return torch.stack([Normed.length(self, grad) for grad in grads]).norm()
+
+
+class Waiting(Normed):
+    def length(self, grad):
+        if dist.get_world_size() > 1 and dist.get_rank() == 0:
+            dist.barrier()
+        return super().length(grad)
 
 
 class PartialLinear(IA3Linear):
@@ -109,6 +125,7 @@ acme_pairs = acme_titan.light:PAIRS
 longest = acme_titan.light:LONGEST
 [torchtitan.optimizers]
 Normed = acme_titan.light:NORMED
+GroupNormed = acme_titan.light:GROUP_NORMED
 ShardNormed = acme_titan.light:SHARD_NORMED
 [torchtitan.adapters]
 vector = acme_titan.light:IA3

@@ -6,6 +6,7 @@ steps. Exit code 0 if everything holds, 1 if not.
 
 import tempfile
 import time
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from torchtitan.config.options import hint
 from torchtitan.contract import checks
 from torchtitan.contract.diagnosis import differences, resume_difference
 from torchtitan.contract.items import PLANS, Item, Row, items_of, rows_of
-from torchtitan.contract.ranks import RankError, run_on_ranks
+from torchtitan.contract.ranks import Hang, RankError, run_on_ranks
 from torchtitan.core.errors import JobError
 
 HOLDS, FAILS, LEFT_OUT = "holds", "FAILS", "left out"
@@ -55,17 +56,22 @@ def main(argv: list[str]) -> int:
             if row.ranks > options.ranks:
                 outcome, lines = LEFT_OUT, [f"it needs {row.ranks} ranks; --ranks is {options.ranks}"]
             else:
-                outcome, lines = _judge(row, expected, Path(folder))
+                outcome, lines = _judge(row, expected, Path(folder), outcomes[row.item][FAILS])
             outcomes[row.item][outcome].append(row.name)
             print(f"[{number}/{len(rows)}] {row.item}  {row.name}: {outcome}  ({time.monotonic() - start:.1f} s)")
             print(*(f"    {line}\n" for line in lines), sep="", end="", flush=True)
     return _table(outcomes)
 
 
-def _judge(row: Row, expected: dict[Item, Any], folder: Path) -> tuple[str, list[str]]:
-    """Return the outcome of a row, and what is wrong, or why it is left out. `expected`: results of one device."""
+def _judge(row: Row, expected: dict[Item, Any], folder: Path, failing: Collection[str] = ()) -> tuple[str, list[str]]:
+    """Return the outcome of a row, and what is wrong, or why it is left out.
+
+    `expected`: results of one device, or a hang. `failing`: names of the item's rows that have failed so far.
+    """
     if obstacle := row.obstacle():
         return LEFT_OUT, [f"torchtitan check refuses it: {obstacle}"]
+    if isinstance(expected.get(row.item), Hang):
+        return LEFT_OUT, ["not tried after a hang"]
     file = str(folder / f"{row.item.kind}-{row.item.name}.npz")
     try:
         if row.item.kind == "schedule":
@@ -79,14 +85,16 @@ def _judge(row: Row, expected: dict[Item, Any], folder: Path) -> tuple[str, list
                 (expected[row.item],) = run_on_ranks(1, checks.reference, row, file)
             tolerance = TOLERANCE.get(row.item.kind, EXACT)
             answers = run_on_ranks(row.ranks, checks.under_plan, row, expected[row.item], file, tolerance)
-            lines = differences(row, expected[row.item], answers, np.load(file))
+            lines = differences(row, expected[row.item], answers, np.load(file), failing)
         else:
             (line,) = run_on_ranks(1, ON_ONE_RANK[row.name], row)
             if line.startswith(checks.UNTRIED):
                 return LEFT_OUT, [line.removeprefix(checks.UNTRIED)]
             lines = [line] * bool(line)
     except RankError as error:
-        lines = [f"it raised an error on {error}"]
+        lines = [str(error)]
+        if isinstance(error, Hang):
+            expected[row.item] = error
     return (FAILS if lines else HOLDS), lines
 
 

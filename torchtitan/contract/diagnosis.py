@@ -1,12 +1,12 @@
 """Say in words what a row found: which tensor, by how much, and what that usually means."""
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from torchtitan.contract.items import CP, EP, PP, REPLICATE, SHARD, TP, Row
+from torchtitan.contract.items import CP, EP, PLANS, PP, REPLICATE, SHARD, TP, Row
 
 AXES = {"dp_replicate": REPLICATE, "dp_shard": SHARD, "cp": CP, "tp": TP, "pp": PP, "ep": EP}
 SAME = 1e-6
@@ -20,8 +20,17 @@ DECLARE = {
 }
 
 
-def differences(row: Row, expected: Mapping[str, Any], answers: Sequence[Mapping[str, Any]], stored: Any) -> list[str]:
-    """Return what is wrong with the answers of a plan's ranks; nothing if they equal one device's."""
+def differences(
+    row: Row,
+    expected: Mapping[str, Any],
+    answers: Sequence[Mapping[str, Any]],
+    stored: Any,
+    failing: Collection[str] = (),
+) -> list[str]:
+    """Return what is wrong with the answers of a plan's ranks; nothing if they equal one device's.
+
+    `failing`: names of the item's rows that have failed so far.
+    """
     missing = set(expected["names"]) - {name for answer in answers for name in answer["names"]}
     lines = [f"no rank has {sorted(missing)[0]} ({len(missing)} parameters in all)"] if missing else []
     for name in ("loss", "norm"):
@@ -38,6 +47,8 @@ def differences(row: Row, expected: Mapping[str, Any], answers: Sequence[Mapping
         like_it = f" (and of {len(names) - 1} like it)" * (len(names) > 1)
         text = _weight if row.item.kind == "optimizer" else _gradient
         lines.append(text(row, names[0] + like_it, values, right, expected["scales"][names[0]]))
+    if groups and row.item.kind == "optimizer":
+        lines[-1] += f": {_step_reads(row, failing)}"
     if more := sum(map(len, list(groups.values())[SHOWN:])):
         lines.append(f"and {more} more parameters")
     if len(lines) > 1 and lines[0].startswith("the gradient norm") and groups:
@@ -82,10 +93,20 @@ def _gradient(row: Row, name: str, values: list[np.ndarray], right: np.ndarray, 
 
 def _weight(row: Row, name: str, values: list[np.ndarray], right: np.ndarray, scale: float) -> str:
     largest = max(float(np.abs(value - right).max()) for value in values) / max(scale, 1e-30)
+    return f"{name} differs after three steps by {largest:.2g} of its largest change"
+
+
+def _step_reads(row: Row, failing: Collection[str]) -> str:
+    """Return what the step of an optimizer reads that one device has otherwise."""
+    only_pipelines = all(PP in PLANS[name] for name in failing if name in PLANS)
+    if PP in row.plan and (only_pipelines or not {SHARD, TP} & row.plan.keys()):
+        return (
+            "its step reads other parameters, of which a stage has only some: make it per parameter, or sum over all "
+            "stages"
+        )
     return (
-        f"{name} differs after three steps by {largest:.2g} of its largest change: its step reads what depends on the "
-        "shard, as a norm or a maximum of `to_local()` would; reduce it over the ranks of the DTensor, or take it of "
-        "`full_tensor()`"
+        "its step reads what depends on the shard, as a norm or a maximum of `to_local()` would; reduce it over the "
+        "ranks of the DTensor, or take it of `full_tensor()`"
     )
 
 
