@@ -159,6 +159,17 @@ ERRORS = {
     "the package",
     "acme_titan.light:SIZES": "acme_titan.light:SIZES: given a dict; allowed: Family, TaskSpec, OptimizerSpec, "
     "AdapterSpec, or a function f(p, cycles)",
+    "acme_titan.light:given_three": "acme_titan.light:given_three: given a function of other arguments; allowed: ",
+    "acme_titan.heavy:Normed": "acme_titan.heavy:Normed is a class; give the Family, TaskSpec, OptimizerSpec or "
+    "AdapterSpec that its entry point leads to",
+    "acme_titan.light:NO_MODULE": "optimizer:NO_MODULE: make = acme_titan.hevy:Normed: cannot be imported "
+    "(ModuleNotFoundError: No module named 'acme_titan.hevy'); mend the package",
+    "acme_titan.light:NO_OPTION": "optimizer:NO_OPTION: make = acme_titan.heavy:Normed: options has limit, which the "
+    "constructor does not take; mend the package",
+    "acme_titan.light:UNSAID": "optimizer:UNSAID: make = acme_titan.heavy:Powered: the constructor needs power, which "
+    "options lacks; mend the package",
+    "acme_titan.light:NO_TASK_OPTION": "task:NO_TASK_OPTION: objective = acme_titan.heavy:Longest: options has limit, "
+    "which the constructor does not take",
     "acme_titan.light:WITHOUT_DEBUG": "family:WITHOUT_DEBUG: it has no size called debugmodel; add one to its `sizes`",
     "acme-titan --only family:acne": "--only: given family:acne; allowed: family:acme, ",
 }

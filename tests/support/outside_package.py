@@ -4,6 +4,7 @@ LIGHT = """
 from dataclasses import replace
 
 from torchtitan.adapters import AdapterSpec
+from torchtitan.core.registry import Option
 from torchtitan.losses.tasks import TaskSpec
 from torchtitan.models.qwen3 import FAMILY as QWEN
 from torchtitan.optimizers.spec import OptimizerSpec
@@ -17,12 +18,24 @@ NORMED = OptimizerSpec(make="acme_titan.heavy:Normed", state=lambda options: 1)
 GROUP_NORMED = OptimizerSpec(make="acme_titan.heavy:GroupNormed", state=lambda options: 1)
 WAITING = OptimizerSpec(make="acme_titan.heavy:Waiting", state=lambda options: 1)
 SHARD_NORMED = OptimizerSpec(make="acme_titan.heavy:ShardNormed", state=lambda options: 1)
+LIMIT = {"limit": Option(float, 1.0, "Longest a change may be.")}
+POWERED = OptimizerSpec(
+    make="acme_titan.heavy:Powered", options={"power": Option(float, 1.0, "Of a length.")}, state=lambda options: 1
+)
+UNSAID = replace(POWERED, options={})
+NO_MODULE = replace(NORMED, make="acme_titan.hevy:Normed")
+NO_OPTION = replace(NORMED, options=LIMIT)
 IA3 = AdapterSpec(make="tests.support.documented_adapter:IA3", options=("target", "layers"))
 PARTIAL = AdapterSpec(make="acme_titan.heavy:Partial", options=("target", "layers"))
 FORGETFUL = AdapterSpec(make="acme_titan.heavy:Forgetful")
 PAIRS = TaskSpec("tests.support.other_families:PairMargin", 2, loss_per_token=False, whole_records=True)
 LONGEST = TaskSpec("acme_titan.heavy:Longest")
+NO_TASK_OPTION = replace(LONGEST, options=LIMIT)
 calls = []
+
+
+def given_three(p, cycles, third):
+    return 1 - p
 
 
 def falling(p, cycles):
@@ -70,6 +83,16 @@ class Normed(torch.optim.Optimizer):
 class ShardNormed(Normed):
     def length(self, grad):
         return (grad.to_local() if isinstance(grad, DTensor) else grad).norm()
+
+
+class Powered(Normed):
+    def __init__(self, groups, lr, *, power):
+        self.power = power
+        super().__init__(groups, lr)
+
+    def length(self, grad):
+        local = grad.to_local() if self.power == 2 and isinstance(grad, DTensor) else grad
+        return Normed.length(self, local) ** self.power
 
 
 class GroupNormed(Normed):

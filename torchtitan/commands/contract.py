@@ -39,7 +39,7 @@ def main(argv: list[str]) -> int:
             )
         items = [item for item in items if str(item) == options.only]
     for item in items:
-        item.load()
+        item.check()
         fewest = min(row.ranks for row in rows_of(item))
         if fewest > options.ranks:
             raise JobError(f"--ranks {options.ranks}: no row of {item} has that few ranks; the smallest needs {fewest}")

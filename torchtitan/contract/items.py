@@ -1,11 +1,14 @@
 """Find what a package brings, and list the rows that try it: checks of tiny jobs under plans. Needs no torch."""
 
 import re
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import metadata
+from inspect import Parameter, signature
 from math import prod
 from pkgutil import resolve_name
+from types import FunctionType
 from typing import Any
 
 from torchtitan.adapters import ADAPTERS, AdapterSpec
@@ -29,6 +32,8 @@ KINDS: dict[str, tuple[Registry[Any], type, str]] = {
     "schedule": (DECAYS, object, "lr_scheduler.decay_type"),  # any function
 }
 """By kind: the registry, the type of its entries, and the option that names one."""
+MADE = {"family": ("spec",), "task": ("objective",), "optimizer": ("make", "group_of"), "adapter": ("make",)}
+"""By kind: the fields of its spec that are a "module:attribute"."""
 JOB: dict[str, Any] = {
     "model.flavor": DEBUG,
     "model.tokenizer_path": "bytes",
@@ -117,6 +122,19 @@ class Item:
             raise JobError(f"{self}: it has no size called {DEBUG}; add one to its `sizes`, as small as possible")
         return value
 
+    def check(self) -> None:
+        """Raise JobError if what its spec names cannot be imported, or is not called as the trainer calls it.
+
+        Imports it, so torch too.
+        """
+        self.load()
+        spec = _imported(self.place)
+        for field in MADE.get(self.kind, ()):
+            place = getattr(spec, field)
+            made = _imported(place, f"{self}: {field} = ") if place else None
+            if made is not None and field != "spec" and (fault := _misfit(made, _arguments(field, spec))):
+                raise JobError(f"{self}: {field} = {place}: {fault}; mend the package")
+
 
 @dataclass(frozen=True)
 class Row:
@@ -167,9 +185,14 @@ def items_of(target: str) -> list[Item]:
     if ":" in target:
         value, name = _imported(target), target.partition(":")[2].rpartition(".")[2]
         kind = next((kind for kind, (_, cls, _) in KINDS.items() if cls is not object and isinstance(value, cls)), "")
-        if not kind and not callable(value):
-            types = ", ".join(cls.__name__ for _, cls, _ in KINDS.values() if cls is not object)
-            raise JobError(f"{target}: given a {type(value).__name__}; allowed: {types}, or a function f(p, cycles)")
+        types = [cls.__name__ for _, cls, _ in KINDS.values() if cls is not object]
+        if isinstance(value, type):
+            raise JobError(
+                f"{target} is a class; give the {', '.join(types[:-1])} or {types[-1]} that its entry point leads to"
+            )
+        if not kind and not (isinstance(value, FunctionType) and _takes(value, 0.0, 0.0)):
+            given = "a function of other arguments" if callable(value) else f"a {type(value).__name__}"
+            raise JobError(f"{target}: given {given}; allowed: {', '.join(types)}, or a function f(p, cycles)")
         return [Item(kind or "schedule", name, target)]
     items = [
         Item(kind, name, point.value)
@@ -188,15 +211,55 @@ def items_of(target: str) -> list[Item]:
     raise JobError(f"{target}: it brings nothing to check; allowed: entry points of {groups}")
 
 
+def _arguments(field: str, spec: Any) -> dict[str, str]:
+    """Return argument -> where the spec says it, for what a field of a spec names; nothing if it says none."""
+    if field == "group_of" or not isinstance(spec, OptimizerSpec | TaskSpec):
+        return {}
+    arguments = dict.fromkeys(spec.options, "options")
+    if isinstance(spec, OptimizerSpec):
+        flags = [flag for flags in spec.implementations.values() for flag in flags]
+        arguments |= {"lr": "a job"} | dict.fromkeys(spec.shared, "shared") | dict.fromkeys(flags, "implementations")
+    return arguments
+
+
+def _misfit(constructor: Callable[..., Any], arguments: Mapping[str, str]) -> str:
+    """Return why a constructor cannot be called with a first argument and these by name; "" if it can."""
+    try:
+        parameters = dict(list(signature(constructor).parameters.items())[1:])
+    except ValueError:  # one in native code
+        return ""
+    except TypeError as error:
+        return str(error)
+    takes_all = any(parameter.kind is Parameter.VAR_KEYWORD for parameter in parameters.values())
+    for name, source in arguments.items():
+        if name not in parameters and not takes_all:
+            return f"{source} has {name}, which the constructor does not take"
+    for name, parameter in parameters.items():
+        required = parameter.default is Parameter.empty and "VAR" not in parameter.kind.name
+        if arguments and required and name not in arguments:
+            return f"the constructor needs {name}, which options lacks"
+    return ""
+
+
+def _takes(function: Callable[..., Any], *arguments: Any) -> bool:
+    try:
+        signature(function).bind(*arguments)
+    except TypeError:
+        return False
+    return True
+
+
 def _plain(name: str) -> str:
     return re.sub(r"[-_.]+", "-", name).lower()
 
 
-def _imported(place: str) -> Any:
+def _imported(place: str, label: str = "") -> Any:
     try:
         return resolve_name(place)
     except Exception as error:  # foreign code may raise any type
-        raise JobError(f"{place}: cannot be imported ({type(error).__name__}: {error}); mend the package") from error
+        raise JobError(
+            f"{label}{place}: cannot be imported ({type(error).__name__}: {error}); mend the package"
+        ) from error
 
 
 def rows_of(item: Item) -> list[Row]:
