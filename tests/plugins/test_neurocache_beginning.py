@@ -65,8 +65,8 @@ def losses_and_projection(argv):
     projections = []
 
     class RecordingTrainer(Trainer):
-        def begin(self, *args):
-            last_data_step = super().begin(*args)
+        def _begin(self, *args):
+            last_data_step = super()._begin(*args)
             weight = full(self.model.parts[0].memory.h_proj.weight.detach())
             projections.append((weight.t() @ weight).tolist())
             return last_data_step
