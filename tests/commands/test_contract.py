@@ -7,6 +7,7 @@ import sys
 
 import numpy as np
 import pytest
+import tomli
 
 from tests.support.jobs import ROOT
 from tests.support.outside_package import ENTRIES, HEAVY, LIGHT
@@ -101,6 +102,26 @@ def test_what_check_refuses_is_left_out(installed, tmp_path):
 def test_a_family_with_experts_runs_them_in_parallel(tmp_path):
     item = Item("family", "qwen3_moe", "torchtitan.models.qwen3_moe:FAMILY")
     assert contract._judge(Row(item, "EP 2"), {}, tmp_path) == (contract.HOLDS, [])
+
+
+def test_the_documented_package_holds(tmp_path, monkeypatch):
+    page = (ROOT / "docs/adding_a_model.md").read_text()
+    blocks = re.findall(r"```\w+\n(.*?)```", page[page.index("`pyproject.toml`:") :], re.DOTALL)
+    project = tomli.loads(blocks[0])["project"]
+    ((group, entries),) = project["entry-points"].items()
+    lines = "".join(f"{name} = {place}\n" for name, place in entries.items())
+    package = install(
+        tmp_path / "site", project["name"], f"[{group}]\n{lines}", __init__=blocks[1], optimizer=blocks[2]
+    )
+    monkeypatch.syspath_prepend(package)
+    registry.installed_entries.cache_clear()
+    try:
+        (item,) = items_of("rms-momentum")
+        item.check()
+        for check in ("PP 2 x FSDP2 2", "FSDP2 2 x TP 2", "save and resume"):
+            assert contract._judge(Row(item, check), {}, tmp_path) == (contract.HOLDS, [])
+    finally:
+        registry.installed_entries.cache_clear()
 
 
 def test_a_hang_ends_the_rows_of_its_item(installed, tmp_path, monkeypatch):
