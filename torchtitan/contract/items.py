@@ -32,7 +32,7 @@ KINDS: dict[str, tuple[Registry[Any], type, str]] = {
     "schedule": (DECAYS, object, "lr_scheduler.decay_type"),  # any function
 }
 """By kind: the registry, the type of its entries, and the option that names one."""
-MADE = {"family": ("spec",), "task": ("objective",), "optimizer": ("make", "group_of"), "adapter": ("make",)}
+PLACES = {"family": ("spec",), "task": ("objective",), "optimizer": ("make", "group_of"), "adapter": ("make",)}
 """By kind: the fields of its spec that are a "module:attribute"."""
 JOB: dict[str, Any] = {
     "model.flavor": DEBUG,
@@ -129,10 +129,10 @@ class Item:
         """
         self.load()
         spec = _imported(self.place)
-        for field in MADE.get(self.kind, ()):
+        for field in PLACES.get(self.kind, ()):
             place = getattr(spec, field)
-            made = _imported(place, f"{self}: {field} = ") if place else None
-            if made is not None and field != "spec" and (fault := _misfit(made, _arguments(field, spec))):
+            constructor = _imported(place, f"{self}: {field} = ") if place else None
+            if place and field != "spec" and (fault := _misfit(constructor, _arguments(field, spec))):
                 raise JobError(f"{self}: {field} = {place}: {fault}; mend the package")
 
 
@@ -191,8 +191,8 @@ def items_of(target: str) -> list[Item]:
                 f"{target} is a class; give the {', '.join(types[:-1])} or {types[-1]} that its entry point leads to"
             )
         if not kind and not (isinstance(value, FunctionType) and _takes(value, 0.0, 0.0)):
-            given = "a function of other arguments" if callable(value) else f"a {type(value).__name__}"
-            raise JobError(f"{target}: given {given}; allowed: {', '.join(types)}, or a function f(p, cycles)")
+            described = "a function of other arguments" if callable(value) else f"a {type(value).__name__}"
+            raise JobError(f"{target}: given {described}; allowed: {', '.join(types)}, or a function f(p, cycles)")
         return [Item(kind or "schedule", name, target)]
     items = [
         Item(kind, name, point.value)
