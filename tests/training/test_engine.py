@@ -217,6 +217,7 @@ def refusals(argv):
         refused(engine.generate, "one text")
         refused(engine.generate, ["one", "two"][: 1 + engine.dp_rank])
         refused(engine.sample, ["one"], seed=engine.dp_rank)
+        refused(engine.sample, ["one"], temperature=float("nan"))
         refused(engine.batch_of, engine.sample(["one"], 2))
         refused(engine.forward_backward, {**good, "advantages": [1.0] * 4})
         refused(engine.forward_backward, {**good, "advantages": torch.full((4,), float("nan"))}, loss=weighted_loss)
@@ -262,6 +263,7 @@ def test_every_wrong_call_is_a_sentence_on_all_ranks(texts, tmp_path):
         "generate: prompts: allowed: a list of texts",
         "generate: ranks pass other prompts, max_new_tokens, temperature or seed",
         "generate: ranks pass other prompts",
+        "generate: given max_new_tokens = 64, temperature = nan; allowed: at least 1, and 0 or more",
         r"batch_of: given 1 samples; allowed: 4 \(training.local_batch_size\)",
         r"batch: advantages is a list; allowed: a tensor \[B, S\] or \[B\]",
         "batch: advantages has values that are not finite",
@@ -494,6 +496,26 @@ def leave_by_exit(argv, code):
 @pytest.mark.parametrize(("code", "expected"), [(0, 0), (None, 0), (3, 3), ("no luck", 1)])
 def test_a_script_that_exits_has_its_own_code(code, expected, texts, tmp_path):
     assert run_alone(leave_by_exit, jobs.arguments(tmp_path, texts), code) == expected
+
+
+def losses_of_accumulated_data(argv):
+    """Return the loss of the job's data of one step, two microbatches, by the job's objective and by a function."""
+    with engine_of(argv) as engine:
+        data = next(engine.data)
+        losses = [engine.forward_backward(data, loss=loss) for loss in (None, negated)]
+        return len(data.microbatches), [float(loss) for loss in losses]
+
+
+def negated(inputs):
+    return -(inputs.log_probs * inputs.mask).sum()
+
+
+@pytest.mark.parametrize("axis", ["tensor", "context"])
+def test_a_loss_function_takes_data_of_several_microbatches(axis, texts, tmp_path):
+    plan = {f"parallelism__{axis}_parallel_degree": 2}
+    argv = jobs.arguments(tmp_path, texts, training__local_batch_size=4, training__global_batch_size=8, **plan)
+    for microbatches, (expected, loss) in run_ranks(2, losses_of_accumulated_data, argv):
+        assert microbatches == 2 and loss == pytest.approx(expected, rel=1e-5)
 
 
 def differ_in_a_group(argv):

@@ -296,7 +296,7 @@ def checksum_of(arguments: Any) -> int:
 def _checksum_of(microbatches: Sequence[Batch]) -> int:
     """Return a number of 24 bits for the tensors of batches, of any shape."""
     checksum = 0
-    for name, tensor in sorted((name, x) for one in microbatches for name, x in one.items()):
+    for name, tensor in ((name, one[name]) for one in microbatches for name in sorted(one)):
         content = tensor.detach().cpu().contiguous().view(-1).view(torch.uint8)
         checksum = zlib.crc32(content.numpy().tobytes(), zlib.crc32(name.encode(), checksum))
     return checksum & 0xFFFFFF

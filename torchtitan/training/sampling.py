@@ -35,7 +35,7 @@ def check_prompts(job: ResolvedJob, prompts: Sequence[str], max_new_tokens: int,
         raise EngineError(f"generate: a model of task.kind = {job.config.task.kind} does not continue texts")
     if isinstance(prompts, str) or not prompts or not all(isinstance(one, str) and one for one in prompts):
         raise EngineError("generate: prompts: allowed: a list of texts, none of them empty")
-    if max_new_tokens < 1 or temperature < 0:
+    if max_new_tokens < 1 or not 0 <= temperature < float("inf"):
         settings = f"max_new_tokens = {max_new_tokens}, temperature = {temperature}"
         raise EngineError(f"generate: given {settings}; allowed: at least 1, and 0 or more")
 
