@@ -4,6 +4,7 @@ import logging
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -13,12 +14,15 @@ from torch.distributed.tensor import DTensor
 from tests.support import jobs
 from tests.support.packages import install
 from tests.support.pool import run_ranks
+from torchtitan.checkpoint import CheckpointError
+from torchtitan.checkpoint.layout import TensorEntry
 from torchtitan.config import manager
 from torchtitan.config.changes import kind_of
 from torchtitan.core import registry
 from torchtitan.core.callbacks import HOOKS
 from torchtitan.core.errors import JobError
 from torchtitan.engine import Callback, CallbackError
+from torchtitan.guards import NonFiniteError, ReplicasDiffer, RollBack
 from torchtitan.process.exit import REFUSED
 from torchtitan.process.ranks import read_ranks
 from torchtitan.rules import check
@@ -358,6 +362,9 @@ class Stateful(Callback):
             "local": {"rows": {name: local.detach()}},
             "name": {"rows": {"other": parameter.detach()}},
             "tensor": {"value": torch.ones(2)},
+            "number": {"losses": {1: 2.5}},  # JSON would make "1" of it
+            "numbers": {3: 2.5},
+            "nothing": None,
         }[self.kind]
 
     def load_state_dict(self, state):
@@ -368,7 +375,8 @@ class Stateful(Callback):
     ("kind", "key"),
     [
         *(("lambda", "'note'"), ("nan", "'value'"), ("shape", "'rows'"), ("local", "'rows'"), ("name", "'rows'")),
-        *(("tensor", "'value'"), ("raises", "fails at")),
+        *(("tensor", "'value'"), ("raises", "fails at"), ("number", "'losses'"), ("numbers", "has the key 3;")),
+        ("nothing", "returns a NoneType;"),
     ],
 )
 def test_state_that_cannot_be_saved_is_refused_before_anything_is_written(kind, key, texts, tmp_path):
@@ -376,6 +384,20 @@ def test_state_that_cannot_be_saved_is_refused_before_anything_is_written(kind, 
     for message in run_ranks(2, failure_of, argv, Stateful(kind)):
         assert re.search(f"rank 0, 1: callback tests.*test_callbacks:Stateful: state_dict.*{key}", message)
     assert not list((tmp_path / "checkpoint").glob("*step*"))
+
+
+@pytest.mark.parametrize(
+    ("values", "dtype", "sentence"),
+    [
+        ([1], "float32", "no table of tables"),
+        ({"a": "text"}, "float32", "no table of tables"),
+        ({"a": {}}, "load", "callback.a.weights.w has the type 'load', which is not known"),
+    ],
+)
+def test_foreign_state_in_a_checkpoint_is_refused_in_a_sentence(values, dtype, sentence):
+    model = SimpleNamespace(parts=[], named_parameters=lambda: [("w", torch.ones(2))])
+    with pytest.raises(CheckpointError, match=sentence):
+        Callbacks(model, {"a": Quiet()}).targets(values, {"callback.a.weights.w": TensorEntry(dtype, [2])})
 
 
 def failure_of(argv, *callbacks):
@@ -439,6 +461,18 @@ def test_a_failing_hook_ends_the_run_and_all_callbacks_hear_of_it(hook, texts, t
     assert re.search(rf"Failing: {hook} fails at \S*test_callbacks.py:\d+: ValueError: nothing to see$", message)
     assert calls[-1] == "on_error" and calls.count("on_error") == 1
     assert ("end" in calls) == (hook == "end")
+
+
+@pytest.mark.parametrize("kind", [NonFiniteError, ReplicasDiffer, RollBack])
+def test_an_end_by_a_guard_stays_one_in_a_hook(kind):
+    """A hook may save, and a guard may refuse that."""
+
+    class Saves(Callback):
+        def after_step(self, result):
+            raise kind("damaged")
+
+    with pytest.raises(kind, match="^damaged$"):
+        Callbacks(None, {"a": Saves()}).run("after_step", None)
 
 
 def test_a_number_of_another_name_is_added_and_a_logged_one_stays():

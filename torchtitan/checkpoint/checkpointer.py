@@ -405,7 +405,11 @@ class Checkpointer:
             live.tensors, prefixes = live.tensors | adapter_tensors, prefixes + adapter_prefixes
         if with_state:
             values, saved = source.state["trainer"].get(EXTRA_VALUES, {}), source.manifest.tensors
-            extra_tensors, copies, extra_prefixes = self.hooks.extra_state.targets(values, saved)
+            # parameters of pipeline parts differ, so a single rank may fail
+            collect_extra = partial(self.hooks.extra_state.targets, values, saved)
+            extra_tensors, copies, extra_prefixes = self.main_peers.agree(
+                "collecting the state of callbacks", collect_extra
+            )
             live.tensors, live.copies = live.tensors | extra_tensors, live.copies | copies
             prefixes += extra_prefixes
         cast = not with_state or not CASTING.isdisjoint(self.options.allow_config_change)

@@ -21,6 +21,7 @@ from torchtitan.config.sections.run import Callbacks as Options
 from torchtitan.core.callbacks import HOOKS, Callback, has_hook, make_callback
 from torchtitan.core.errors import JobError
 from torchtitan.core.machine_errors import MachineError
+from torchtitan.guards import BadStep, ReplicasDiffer, RollBack
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process.exit import failure_kind
 
@@ -77,7 +78,10 @@ class Callbacks(ExtraState):
         try:
             return getattr(self.by_name[name], hook)(*args)
         except Exception as error:
-            if isinstance(error, CheckpointError | MachineError) or failure_kind(error):  # has an exit code of its own
+            if isinstance(error, RollBack):  # of a save in the hook: the run goes back and on
+                raise
+            has_end = isinstance(error, CheckpointError | MachineError | BadStep | ReplicasDiffer)
+            if has_end or failure_kind(error):  # has an exit code of its own
                 logger.error("callback %s: %s ends with the following failure", name, hook)
                 raise
             logger.debug("callback %s: %s", name, hook, exc_info=True)  # to the rank's log file
@@ -142,7 +146,7 @@ class Callbacks(ExtraState):
         copies = self._tied_names()
         for name in self.names["state_dict"]:
             values[name] = {}
-            for key, value in self._call(name, "state_dict").items():
+            for key, value in _checked_state(name, self._call(name, "state_dict")).items():
                 if isinstance(value, Mapping) and any(isinstance(part, torch.Tensor) for part in value.values()):
                     _check_tensors(name, key, value, parameters)
                     prefix = f"{CALLBACK}{name}.{key}."
@@ -159,6 +163,8 @@ class Callbacks(ExtraState):
         `values`: the checkpoint's JSON values by callback. `saved`: its tensors.
         """
         tensors, copies, tied = Tensors(), Tensors(), self._tied_names()
+        if not isinstance(values, Mapping) or not all(isinstance(state, Mapping) for state in values.values()):
+            raise CheckpointError("the state of the callbacks is no table of tables")
         self._loaded = {name: dict(state) for name, state in values.items()}
         names = [name for name in self.names["load_state_dict"] if name in values]
         for name in names:
@@ -170,9 +176,10 @@ class Callbacks(ExtraState):
                 for parameter_name, parameter in self.model.named_parameters():
                     full = f"{prefix}{key}.{tied.get(parameter_name, parameter_name)}"
                     if full in saved:
-                        table[parameter_name] = torch.empty_like(
-                            parameter.detach(), dtype=getattr(torch, saved[full].dtype)
-                        )
+                        dtype = getattr(torch, saved[full].dtype, None)
+                        if not isinstance(dtype, torch.dtype):
+                            raise CheckpointError(f"{full} has the type {saved[full].dtype!r}, which is not known")
+                        table[parameter_name] = torch.empty_like(parameter.detach(), dtype=dtype)
                         (copies if parameter_name in tied else tensors)[full] = table[parameter_name]
         return tensors, copies, tuple(f"{CALLBACK}{name}." for name in names)
 
@@ -203,9 +210,30 @@ def _number(name: str, key: object, value: Any) -> float:
         ) from None
 
 
+def _checked_state(name: str, state: Any) -> Mapping[str, Any]:
+    """Return the state of a callback. Raises CallbackError unless it is a table with texts as keys."""
+    if not isinstance(state, Mapping):
+        fault = f"returns a {type(state).__name__}"
+    elif keys := [key for key in state if not isinstance(key, str)]:
+        fault = f"has the key {keys[0]!r}"
+    else:
+        return state
+    raise CallbackError(f"callback {name}: state_dict {fault}; allowed: a table with texts as keys")
+
+
+def _has_text_keys(value: Any) -> bool:
+    """Return False if a table inside of a value has other keys than texts, which JSON would turn into texts."""
+    if isinstance(value, Mapping):
+        return all(isinstance(key, str) and _has_text_keys(inner) for key, inner in value.items())
+    return all(map(_has_text_keys, value)) if isinstance(value, list | tuple) else True
+
+
 def _json_value(name: str, key: str, value: Any) -> Any:
     try:
-        return json.loads(json.dumps(value, allow_nan=False))
+        text = json.dumps(value, allow_nan=False)
+        if not _has_text_keys(value):
+            raise TypeError("JSON tables have texts as keys")
+        return json.loads(text)
     except (TypeError, ValueError, RecursionError) as error:
         raise CallbackError(
             f"callback {name}: state_dict has {key!r}, which cannot be saved ({error}); allowed: JSON values, and "
