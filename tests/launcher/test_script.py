@@ -318,6 +318,17 @@ except BadStep as error:
     assert code == 4 and err.startswith("loss is NaN\n    at ") and len(err.splitlines()) == 2
 
 
+def test_an_engine_that_cannot_be_built_is_explained(tmp_path):
+    text = """
+from torchtitan.core.errors import JobError
+from torchtitan.training import ends
+raise JobError("training.steps: given 0; allowed: at least 1")
+"""
+    code, _, err = finish(tmp_path, text, ranks=1)
+    assert code == 2 and "training.steps: given 0" in err
+    assert "its output above tells why" not in err
+
+
 def test_a_script_without_an_engine_is_never_called_hung(tmp_path):
     text = RANK + ENGINE + "tell('script', 1); time.sleep(2.5)"  # as if the limits of HangLimits(0, 0) held
     assert finish(tmp_path, text) == (0, "", "")

@@ -9,11 +9,12 @@ from tests.support import jobs
 from tests.support.pool import run_ranks
 from torchtitan import launch
 from torchtitan.config.options import ConfigError
+from torchtitan.config.sections.training import LRScheduler
 from torchtitan.core.files import shipped_jobs
 from torchtitan.job import ResolvedJob
 from torchtitan.process.ranks import read_ranks
 from torchtitan.rules.facts import Facts
-from torchtitan.rules.loading import fewest_ranks, load_job, load_valid
+from torchtitan.rules.loading import _saved_schedules, fewest_ranks, load_job, load_valid
 from torchtitan.training.trainer import Trainer
 
 DEBUG = """
@@ -147,3 +148,11 @@ def test_a_run_that_ends_earlier_is_resumed(first, tmp_path):
         assert config.lr_scheduler.warmup_steps == 3 and config.lr_scheduler.total_steps is None
     else:
         assert resumed_rates.items() <= rates.items() and config.lr_scheduler.total_steps == 12
+
+
+@pytest.mark.parametrize("saved", [{"warmup_steps": "many"}, {"total_steps": [1]}, {"decay_ratio": {}}])
+def test_a_foreign_schedule_in_a_checkpoint_is_no_candidate(saved):
+    shape = LRScheduler(warmup_steps=10)
+    assert _saved_schedules(shape, {"job": {"lr_scheduler": saved, "training": {"steps": 12}}}) == []
+    assert _saved_schedules(shape, {"job": {"lr_scheduler": {}, "training": {"steps": "x"}}}) == []
+    assert len(_saved_schedules(shape, {"job": {"lr_scheduler": {}, "training": {"steps": 12}}})) == 2

@@ -119,18 +119,18 @@ def _frames_of(trace: TracebackType | None, path: str) -> TracebackType | None:
 
 def _explained_code(error: Exception, ranks: Ranks) -> int | None:
     """Report a failure that needs no traceback and return the exit code; None for any other."""
+    end: RunEnd | None = None
     if ENDS in sys.modules:
         end = resolve_name(f"{ENDS}:end_of_failure")(error, None, ranks)
-        return None if end is None else end.code
-    if isinstance(error, JobError | MachineError):
+    elif isinstance(error, JobError | MachineError):
         print_error(wrap_lines(error))
         end = RunEnd(REFUSED if isinstance(error, JobError) else CRASHED, reason=str(error))
     elif failure_kind(error) == "peer":
         print_error(f"another rank is gone: {str(error).splitlines()[0]}")
         end = RunEnd(CRASHED, reason="another rank is gone")
-    else:
+    if end is None:
         return None
-    if ranks.launcher is not None:
+    if ranks.launcher is not None:  # an engine that could not be built has not done so
         end.pass_on(ranks.launcher.end)
     return end.code
 

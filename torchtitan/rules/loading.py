@@ -5,6 +5,8 @@ from dataclasses import replace
 from math import gcd
 from typing import Any
 
+from pydantic import ValidationError
+
 from torchtitan.config import manager
 from torchtitan.config.changes import saved_value
 from torchtitan.config.job import JobConfig
@@ -97,9 +99,12 @@ def _saved_schedules(shape: LRScheduler, saved_job: dict[str, Any]) -> list[LRSc
     if not isinstance(job, dict):
         return []
     lengths = ("warmup_steps", "decay_ratio", "total_steps")
-    same = replace(shape, **{key: saved_value(job, f"lr_scheduler.{key}", getattr(shape, key)) for key in lengths})
     steps = saved_value(job, STEPS, NO_LIMIT)
-    return [same] if same.total_steps or steps == NO_LIMIT else [same, replace(same, total_steps=steps)]
+    try:
+        same = replace(shape, **{key: saved_value(job, f"lr_scheduler.{key}", getattr(shape, key)) for key in lengths})
+        return [same] if same.total_steps or steps == NO_LIMIT else [same, replace(same, total_steps=steps)]
+    except ValidationError:  # a resume reports what it cannot use of a checkpoint
+        return []
 
 
 def _shorter(shape: LRScheduler, steps: int, of_files: Values) -> list[LRScheduler]:
