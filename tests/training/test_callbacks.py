@@ -275,7 +275,7 @@ class Plain:
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    entries = "[torchtitan.callbacks]\nbackward = acme_calls.light:Backward\n"
+    entries = "[torchtitan.callbacks]\nbackward = acme_calls.light:Backward\nbeat = acme_calls.light:Beat\n"
     install(tmp_path / "site", "acme-calls", entries, light=MODULE, broken="1 / 0\n")
     monkeypatch.syspath_prepend(tmp_path / "site")
     registry.installed_entries.cache_clear()
@@ -316,6 +316,10 @@ BEAT = '"acme_calls.light:Beat"'
         (
             ["acme_calls.light:Beat", f"{{{BEAT} = {{every = 0}}}}"],
             "(ValueError: every is below 1); correct its options",
+        ),
+        (
+            ["beat", "{beat = {every = 0}}"],
+            "beat cannot be created (ValueError: every is below 1); correct its options",
         ),
         (
             ["backward", "{backwrd = {every = 1}}"],

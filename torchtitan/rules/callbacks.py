@@ -25,7 +25,8 @@ def callbacks_can_be_made(facts: Facts) -> Iterator[Fault]:
             if not faults:
                 make_callback(name, section.options.get(name, {}))
         except JobError as error:
-            yield facts.fault(place, "an installed callback", hint(name, CALLBACKS, quote=True) or str(error))
+            remedy = "" if name in CALLBACKS else hint(name, CALLBACKS, quote=True)
+            yield facts.fault(place, "an installed callback", remedy or str(error))
             continue
         if has_hook(kind, "after_backward") and facts.config.optimizer.early_step_in_backward:
             allowed = (
