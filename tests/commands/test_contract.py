@@ -16,7 +16,7 @@ from torchtitan import cli
 from torchtitan.commands import contract
 from torchtitan.contract import ranks
 from torchtitan.contract.diagnosis import differences
-from torchtitan.contract.items import Item, Row, items_of, rows_of
+from torchtitan.contract.items import Item, Row, items_of, rows_of, with_options
 from torchtitan.core import registry
 
 
@@ -124,6 +124,13 @@ def test_the_documented_package_holds(tmp_path, monkeypatch):
         registry.installed_entries.cache_clear()
 
 
+def test_options_are_tried_in_place_of_the_defaults(installed, tmp_path):
+    (item,) = items_of("acme_titan.light:POWERED")
+    assert contract._judge(Row(item, "FSDP2 2"), {}, tmp_path) == (contract.HOLDS, [])
+    outcome, _ = contract._judge(Row(with_options([item], ["power=2"]), "FSDP2 2"), {}, tmp_path)
+    assert outcome == contract.FAILS
+
+
 def test_a_hang_ends_the_rows_of_its_item(installed, tmp_path, monkeypatch):
     monkeypatch.setattr(ranks, "LIMIT", 15.0)
     (item,) = items_of("acme_titan.light:WAITING")
@@ -192,6 +199,11 @@ ERRORS = {
     "acme_titan.light:NO_TASK_OPTION": "task:NO_TASK_OPTION: objective = acme_titan.heavy:Longest: options has limit, "
     "which the constructor does not take",
     "acme_titan.light:WITHOUT_DEBUG": "family:WITHOUT_DEBUG: it has no size called debugmodel; add one to its `sizes`",
+    "acme-titan --options limit=1": "--options: allowed: for one task, optimizer or adapter; choose it with --only",
+    "acme_titan.light:POWERED --options power": "--options: given power; allowed: NAME=VALUE",
+    "acme_titan.light:POWERED --options powr=2": "--options: optimizer.options: given powr = 2; allowed: options of "
+    "POWERED: power; did you mean power?",
+    "acme_titan.light:IA3 --options rnk=2": "command line: adapter.rnk: ",
     "acme-titan --only family:acne": "--only: given family:acne; allowed: family:acme, ",
 }
 

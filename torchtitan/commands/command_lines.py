@@ -130,6 +130,8 @@ def _contract() -> CommandParser:
     parser.add_argument("package", metavar="PACKAGE", help=package)
     only = "try one thing alone: family, task, optimizer, adapter or schedule, and its name"
     parser.add_argument("--only", metavar="KIND:NAME", help=only)
+    options = "an option other than its default, for one task, optimizer or adapter; may be repeated"
+    parser.add_argument("--options", action="append", default=[], metavar="NAME=VALUE", help=options)
     ranks = "leave out plans of more ranks (default 4)"
     parser.add_argument("--ranks", type=whole_number(1), default=4, metavar="N", help=ranks)
     parser.add_argument("--list", action="store_true", help="print the rows without running them")

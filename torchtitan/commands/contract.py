@@ -16,7 +16,7 @@ from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.options import hint
 from torchtitan.contract import checks
 from torchtitan.contract.diagnosis import differences, resume_difference
-from torchtitan.contract.items import PLANS, Item, Row, items_of, rows_of
+from torchtitan.contract.items import PLANS, Item, Row, items_of, rows_of, with_options
 from torchtitan.contract.ranks import Hang, RankError, run_on_ranks
 from torchtitan.core.errors import JobError
 
@@ -43,6 +43,8 @@ def main(argv: list[str]) -> int:
         fewest = min(row.ranks for row in rows_of(item))
         if fewest > options.ranks:
             raise JobError(f"--ranks {options.ranks}: no row of {item} has that few ranks; the smallest needs {fewest}")
+    if options.options:
+        items = [with_options(items, options.options)]
     rows = [row for item in items for row in rows_of(item)]
     if options.list:
         rows = [row for row in rows if row.ranks <= options.ranks]

@@ -2,7 +2,7 @@
 
 import re
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from importlib import metadata
 from inspect import Parameter, signature
@@ -34,6 +34,8 @@ KINDS: dict[str, tuple[Registry[Any], type, str]] = {
 """By kind: the registry, the type of its entries, and the option that names one."""
 PLACES = {"family": ("spec",), "task": ("objective",), "optimizer": ("make", "group_of"), "adapter": ("make",)}
 """By kind: the fields of its spec that are a "module:attribute"."""
+TABLES = {"task": "task.options", "optimizer": "optimizer.options", "adapter": "adapter"}
+"""By kind: the table of a job that has its options."""
 JOB: dict[str, Any] = {
     "model.flavor": DEBUG,
     "model.tokenizer_path": "bytes",
@@ -99,11 +101,14 @@ RESUMED = {SHARD: 2}
 
 @dataclass(frozen=True)
 class Item:
-    """A name that a package brings. `place`: what it leads to, as "module:attribute"."""
+    """A name that a package brings. `place`: what it leads to, as "module:attribute". `options`: (name, text of the
+    value), where others than the defaults are tried.
+    """
 
     kind: str
     name: str
     place: str
+    options: tuple[tuple[str, str], ...] = ()
 
     def __str__(self) -> str:
         return f"{self.kind}:{self.name}"
@@ -130,9 +135,10 @@ class Item:
         self.load()
         spec = _imported(self.place)
         for field in PLACES.get(self.kind, ()):
-            place = getattr(spec, field)
-            constructor = _imported(place, f"{self}: {field} = ") if place else None
-            if place and field != "spec" and (fault := _misfit(constructor, _arguments(field, spec))):
+            if not (place := getattr(spec, field)):
+                continue
+            constructor = _imported(place, f"{self}: {field} = ")
+            if field != "spec" and (fault := _misfit(constructor, _arguments(field, spec))):
                 raise JobError(f"{self}: {field} = {place}: {fault}; mend the package")
 
 
@@ -166,6 +172,7 @@ class Row:
         ranks = self.plan.get(SHARD, 1) * self.plan.get(REPLICATE, 1)
         job = JOB | {"training.global_batch_size": samples, "training.local_batch_size": samples // ranks}
         job |= {"model.name": name, "model.overrides": show(sizes), KINDS[kind][2]: self.item.name} | self.plan
+        job |= {f"{TABLES[kind]}.{key}": text for key, text in self.item.options}
         job |= {key.replace("__", "."): option for key, option in options.items()}
         return [f"--{key}={str(v).lower() if isinstance(v, bool) else v}" for key, v in job.items()]
 
@@ -209,6 +216,22 @@ def items_of(target: str) -> list[Item]:
     except metadata.PackageNotFoundError:
         raise JobError(f"{target}: no installed package of this name; install it, or write MODULE:NAME") from None
     raise JobError(f"{target}: it brings nothing to check; allowed: entry points of {groups}")
+
+
+def with_options(items: list[Item], assignments: list[str]) -> Item:
+    """Return the only item with these options of the form NAME=VALUE. JobError if it does not have them."""
+    if len(items) > 1 or items[0].kind not in TABLES:
+        raise JobError("--options: allowed: for one task, optimizer or adapter; choose it with --only KIND:NAME")
+    pairs = [assignment.partition("=") for assignment in assignments]
+    for name, sign, value in pairs:
+        if not (name.strip() and sign and value.strip()):
+            raise JobError(f"--options: given {name + sign + value}; allowed: NAME=VALUE")
+    item = replace(items[0], options=tuple((name.strip(), value.strip()) for name, _, value in pairs))
+    row = Row(item, "FSDP2 2")
+    for fault in check(load(row.arguments()), row.ranks, "cpu"):
+        if f"{fault.key}.".startswith(f"{TABLES[item.kind]}."):
+            raise JobError(f"--options: {str(fault).removeprefix('the job: ')}")
+    return item
 
 
 def _arguments(field: str, spec: Any) -> dict[str, str]:
