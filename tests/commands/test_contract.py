@@ -13,11 +13,26 @@ from tests.support.jobs import ROOT
 from tests.support.outside_package import ENTRIES, HEAVY, LIGHT
 from tests.support.packages import install
 from torchtitan import cli
+from torchtitan.adapters import ADAPTERS
 from torchtitan.commands import contract
 from torchtitan.contract import ranks
 from torchtitan.contract.diagnosis import differences
 from torchtitan.contract.items import Item, Row, items_of, rows_of, with_options
 from torchtitan.core import registry
+from torchtitan.losses.tasks import TASKS
+from torchtitan.lr_schedules import DECAYS
+from torchtitan.models import SIZES
+from torchtitan.optimizers import OPTIMIZERS
+
+
+@pytest.fixture(autouse=True)
+def registries_stay():
+    """The command adds what a module brings to the registries, for the life of its process."""
+    before = [(one, dict(one.data)) for one in (ADAPTERS, DECAYS, SIZES, OPTIMIZERS, TASKS)]
+    yield
+    for one, entries in before:
+        one.data.clear()
+        one.data.update(entries)
 
 
 @pytest.fixture

@@ -138,7 +138,9 @@ def test_several_machines_are_refused(tmp_path):
 def test_ranks_meet_under_every_launcher(launcher, tmp_path):
     script = tmp_path / "script.py"
     script.write_text(
-        COLLECTIVES + "dist.all_reduce(total)\nprint('sum', total.item(), ranks.rank)\ndistributed.close()"
+        COLLECTIVES + "dist.all_reduce(total)\n"
+        # in one piece: torchrun's ranks share a pipe without a buffer
+        "import sys; sys.stdout.write(f'sum {total.item()} {ranks.rank}\\n')\ndistributed.close()"
     )
     command = {
         "torchtitan": ["-m", "torchtitan", "run", "--ranks", "2"],
