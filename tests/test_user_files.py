@@ -211,6 +211,7 @@ READ_ARGUMENTS = {
     ("schedule", "--csv"): ["--pp=2"],
 }
 NO_FILES_TO_READ = {
+    *(("contract", name) for name in ("package", "--options", "--only")),
     *(("bench", "--out"), ("bench", "--plot"), ("evaluate", "--out"), ("evaluate", "--plot"), ("plot", "--to")),
     *(("estimate", "--gpu"), ("why", "--gpu"), ("report", "--to"), ("sweep", "--over"), ("sweep", "--to")),
     *(("export", "--to"), ("convert", "target"), ("schedule", "--out"), ("prepare", "--output")),
@@ -235,7 +236,8 @@ def text_arguments() -> set[tuple[str, str]]:
 
 
 def test_every_path_argument_refuses_unsuitable_files(tmp_path):
-    other_tests = {("evaluate", "--tasks")}  # needs lm-eval; its reader is tested above
+    # lm-eval is needed, and its reader is tested above; a script is run by Python (tests/launcher/test_script.py)
+    other_tests = {("evaluate", "--tasks"), ("run", "script")}
     assert text_arguments() == READ_ARGUMENTS.keys() | NO_FILES_TO_READ | other_tests
     folder, cases, commands = hf_folder(tmp_path / "model"), [], []
     for (command, argument), more in READ_ARGUMENTS.items():
@@ -272,6 +274,9 @@ CHECKED = {
     "training/reference_logprobs.py": "require_file before safe_open",
 }
 OWN_FILES = {
+    "contract/checks.py": "in a temporary folder",
+    "contract/ranks.py": "stacks of its own ranks, in a temporary folder",
+    "commands/script_rank.py": "the end that an engine of this rank has passed on",
     "core/files.py": "the one function",
     "checkpoint/folders.py": "writes, and syncs its files",
     "checkpoint/hashed_files.py": "writes",
