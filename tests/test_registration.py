@@ -7,7 +7,7 @@ import sys
 import pytest
 
 from tests.support import jobs
-from tests.support.packages import install
+from tests.support.packages import install, installed_package
 from tests.support.pool import run_alone
 from torchtitan import cli
 from torchtitan.config.changes import changes, kept_job, refused
@@ -93,12 +93,9 @@ falling = acme_titan.light:falling
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
     """Install a package that adds one of each kind; the folder."""
-    monkeypatch.syspath_prepend(install(tmp_path / "site", "acme-titan", ENTRIES, light=LIGHT, heavy=HEAVY))
-    registry.installed_entries.cache_clear()
-    yield tmp_path / "site"
-    registry.installed_entries.cache_clear()
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("acme_titan", "other", "broken")]:
-        del sys.modules[name]
+    modules = dict(light=LIGHT, heavy=HEAVY)
+    with installed_package(tmp_path / "site", monkeypatch, "acme-titan", ENTRIES, **modules) as folder:
+        yield folder
 
 
 WORDS = {

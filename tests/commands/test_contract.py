@@ -11,7 +11,7 @@ import tomli
 
 from tests.support.jobs import ROOT
 from tests.support.outside_package import ENTRIES, HEAVY, LIGHT
-from tests.support.packages import install
+from tests.support.packages import install, installed_package
 from torchtitan import cli
 from torchtitan.adapters import ADAPTERS
 from torchtitan.commands import contract
@@ -37,12 +37,9 @@ def registries_stay():
 
 @pytest.fixture
 def installed(tmp_path, monkeypatch):
-    monkeypatch.syspath_prepend(install(tmp_path / "site", "acme-titan", ENTRIES, light=LIGHT, heavy=HEAVY))
-    registry.installed_entries.cache_clear()
-    yield tmp_path / "site"
-    registry.installed_entries.cache_clear()
-    for name in [name for name in sys.modules if name.partition(".")[0] in ("acme_titan", "other", "torn")]:
-        del sys.modules[name]
+    modules = dict(light=LIGHT, heavy=HEAVY)
+    with installed_package(tmp_path / "site", monkeypatch, "acme-titan", ENTRIES, **modules) as folder:
+        yield folder
 
 
 def judged(item: str, check: str, folder) -> tuple[str, str]:

@@ -20,6 +20,7 @@ from torchtitan.config import manager
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
 from torchtitan.engine import Engine, EngineError
+from torchtitan.process import distributed
 
 EXPERTS = dict(
     model__name="deepseek",
@@ -116,8 +117,8 @@ def use_everything(argv):
         results["after"] = float(
             total_over_ranks(engine.forward(first).sum() / (engine.ranks.world_size / engine.dp_size))
         )
-        named = {name: tensor.double().norm().item() for name, tensor in engine.weights()}
-        results["weights"] = [named[name] for name in sorted(named) if name != "output.weight"]
+        norms = {name: tensor.double().norm().item() for name, tensor in engine.weights()}
+        results["weights"] = [norms[name] for name in sorted(norms) if name != "output.weight"]
     return results
 
 
@@ -165,16 +166,16 @@ def test_data_parallel_ranks_of_a_caller_share_a_step(plan, texts, tmp_path):
 
 
 def refusals(argv):
-    """Return the sentences of calls that cannot be made, and whether a step is still possible after all of them."""
-    said = []
+    """Return the sentences of calls that are refused, and whether a step is still possible after all of them."""
+    sentences = []
 
     def refused(call, *args, **options):
         try:
             call(*args, **options)
         except (JobError, RuntimeError) as error:
-            said.append(str(error))
+            sentences.append(str(error))
         else:
-            said.append("nothing")
+            sentences.append("nothing")
 
     with engine_of(argv) as engine:
         good = own_batch(engine)
@@ -221,7 +222,7 @@ def refusals(argv):
         refused(engine.batch_of, engine.sample(["one"], 2))
         refused(engine.forward_backward, {**good, "advantages": [1.0] * 4})
         refused(engine.forward_backward, {**good, "advantages": torch.full((4,), float("nan"))}, loss=weighted_loss)
-    return said, result.step
+    return sentences, result.step
 
 
 def test_every_wrong_call_is_a_sentence_on_all_ranks(texts, tmp_path):
@@ -280,31 +281,31 @@ def mix(argv):
     with engine_of(argv, **{"checkpoint.enable": True}) as engine:
         first, second = islice(engine.data, 2)  # fetched before the first step
         documents = torch.arange(32).div(8, rounding_mode="floor").expand(first.microbatches[0]["tokens"].shape)
-        own = own_batch(engine)
-        by_documents = {**own, "document_ids": documents, "positions": torch.arange(32).expand(documents.shape) % 8}
+        batch = own_batch(engine)
+        by_documents = {**batch, "document_ids": documents, "positions": torch.arange(32).expand(documents.shape) % 8}
         log_probs = engine.forward(by_documents)
         engine.forward_backward(first, is_last=False)
         loss = engine.forward_backward(by_documents)
-        found = torch.where(own["labels"] != -100, -log_probs, 0).sum().item(), float(loss.share) * loss.valid_tokens
+        losses = torch.where(batch["labels"] != -100, -log_probs, 0).sum().item(), float(loss.share) * loss.valid_tokens
         engine.optim_step()
         engine.step(second)
-        engine.step(own)
+        engine.step(batch)
         tokens, position, folder = engine.state.tokens, engine.state.position, engine.save()
         assert folder.is_dir()
     with engine_of(argv, **{"checkpoint.enable": True}) as again:
         resumed = again.current_step, again.state.tokens, again.state.position.samples
         drawn = again.generate(["a"], max_new_tokens=2)
+        assert drawn == again.generate(["a"], max_new_tokens=2)
         again.step(next(again.data))  # the weights are shards again after generating
-        assert drawn == again.generate(["a"], max_new_tokens=2) or drawn
     again.close()  # has no effect, as the context is left
-    return found, tokens, position.samples, resumed
+    return losses, tokens, position.samples, resumed
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_batches_of_job_and_caller_share_steps(ranks, texts, tmp_path):
     argv = jobs.arguments(tmp_path, texts, training__local_batch_size=8 // ranks)
-    for found, tokens, position, resumed in run_ranks(ranks, mix, argv):
-        assert found[0] == pytest.approx(found[1], rel=1e-5)
+    for losses, tokens, position, resumed in run_ranks(ranks, mix, argv):
+        assert losses[0] == pytest.approx(losses[1], rel=1e-5)
         assert tokens == 4 * 8 * 32 and position == 16  # two batches of the job's and two of the caller's
         assert resumed == (3, tokens, position)
 
@@ -458,27 +459,27 @@ class Spoiled(Engine):
 
 def roll_back_in_a_script(argv):
     """Return (step, reason) of each step of a script whose guard rolls back."""
-    made = []
+    steps = []
     engine = Spoiled.from_job(manager.load(argv))
     for batch in engine.data:
         engine.forward_backward(batch)
         result = engine.optim_step()
-        made.append((result.step, result.skip_reason))
+        steps.append((result.step, result.skip_reason))
         if result.skip_reason:
             engine.restore()
         if engine.current_step == 1:
             engine.save()
     engine.report()
     engine.resources.close()
-    return made
+    return steps
 
 
 def test_a_guard_that_rolls_back_tells_the_script(texts, tmp_path):
     options = dict(training__steps=4, checkpoint__enable=True, checkpoint__interval=100)
     options |= dict(guard__non_finite="rollback")
-    made = run_alone(roll_back_in_a_script, jobs.arguments(tmp_path, texts, **options))
-    assert [step for step, _ in made] == [1, 2, 1, 2, 3, 4]
-    assert "back to the checkpoint of an earlier step" in made[2][1] and not any(reason for _, reason in made[3:])
+    steps = run_alone(roll_back_in_a_script, jobs.arguments(tmp_path, texts, **options))
+    assert [step for step, _ in steps] == [1, 2, 1, 2, 3, 4]
+    assert "back to the checkpoint of an earlier step" in steps[2][1] and not any(reason for _, reason in steps[3:])
 
 
 def leave_by_exit(argv, code):
@@ -539,7 +540,7 @@ def test_ranks_of_one_group_pass_the_same_batch(axis, texts, tmp_path):
 
 
 def train_on_samples(argv):
-    """Return the samples of an untrained model of bytes, and the labels of the batch that is made of them."""
+    """Return the samples of an untrained model of bytes, and the labels of the batch of them."""
     with engine_of(argv) as engine:
         samples = engine.sample(["ab", "c"] * 4, max_new_tokens=12, seed=3)
         batch = engine.batch_of(samples)
@@ -559,3 +560,41 @@ def test_samples_are_trained_on_as_they_were_drawn(texts, tmp_path):
         assert row.count(-100) == 32 - len(sample.ids)
         assert sample.ended == (sample.ids[-1] == end_id) and (sample.ended or len(sample.ids) == 12)
     assert any("\ufffd" in sample.text for sample in samples)
+
+
+class Failing(Engine):
+    def _begin(self, *args):
+        raise ValueError("no parts")
+
+
+def fail_to_begin(argv):
+    """Return the recorded end of an engine that cannot be built, and whether another one can have its folder."""
+    config = manager.load(argv)
+    with pytest.raises(ValueError, match="no parts"):
+        Failing.from_job(config)
+    last = (Path(config.job.dump_folder) / "metrics.jsonl").read_text().splitlines()[-1]
+    with engine_of(argv) as engine:
+        engine.step(next(engine.data))
+    return json.loads(last)
+
+
+def test_an_engine_that_cannot_be_built_records_its_end(texts, tmp_path):
+    end = run_alone(fail_to_begin, jobs.arguments(tmp_path, texts))
+    assert (end["event"], end["cause"], end["exit_code"]) == ("end", "crashed", 1)
+    assert end["reason"] == "ValueError: no parts"
+
+
+def time_out_of_steps(argv):
+    """Return the limits that were set for collectives while a program makes steps of its own batches."""
+    limits = []
+    with engine_of(argv) as engine, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(distributed, "set_timeout", limits.append)
+        for _ in range(3):
+            engine.step(own_batch(engine))
+    return limits
+
+
+def test_collectives_have_the_time_of_a_step_after_the_first_one(texts, tmp_path):
+    argv = jobs.arguments(tmp_path, texts, comm__train_timeout_seconds=50)
+    (limits,) = run_ranks(1, time_out_of_steps, argv)
+    assert len(limits) == 1 and limits[0] >= 50

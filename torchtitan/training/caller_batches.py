@@ -40,7 +40,7 @@ class Pending:
     """The step has data of the job, on which all ranks agreed before."""
 
     def followed_by(self, call: "Pending") -> "Pending":
-        """Return these gradients with those of another call added. Only data of the job move its position."""
+        """Return the gradients of both calls. Only data of the job move its position."""
         before, after = self.data, call.data
         valid_tokens = before.valid_tokens + after.valid_tokens
         shares = before.valid_share * before.valid_tokens + after.valid_share * after.valid_tokens
@@ -105,8 +105,12 @@ class CallerBatches:
         except Exception as error:  # any: the other ranks would wait for a rank that raises alone
             failure = error
         arguments = call, loss is None, entropy, divisor, is_last
-        data = self._agree(microbatches, failure, state, stops, index, arguments) if agrees else batch
-        data = data if is_own else batch
+        if failure is not None and not agrees:  # the same on all ranks, as the job's data have the same names
+            raise failure
+        data: StepData = batch
+        if agrees:
+            agreed = self._agree(microbatches, failure, state, stops, index, arguments)
+            data = agreed if is_own else batch
         if objective is not None:
             self._in_use = (loss, objective.columns, entropy), objective
         names = {*self.preparer.keys, *MODEL_INPUTS, *(objective.targets if objective is not None else ())}
@@ -226,7 +230,7 @@ class CallerBatches:
             raise EngineError(f"loss: given a {type(loss).__name__}; allowed: a function of LossInputs")
         if self.predicts_more:
             raise EngineError(
-                "a loss of your own would drop that of multi-token prediction, which the model adds to its task's; "
+                "a loss of your own would drop the loss of multi-token prediction, which the model adds to its task's; "
                 "leave loss out, or set n_mtp_layers = 0 in model.overrides"
             )
         if microbatches:

@@ -62,14 +62,15 @@ class StepLoss:
 
 
 def engine_call(method: Callable[Concatenate["Engine", P], T]) -> Callable[Concatenate["Engine", P], T]:
-    """Let a method tell the launcher that it is under way, and then that the script goes on, whose code may take longer
-    than a step. The trainer's own loop has only the former.
+    """Let a method report to the launcher that it runs, and then that the script continues, which may take longer than
+    a step. The trainer's loop reports its phases itself.
     """
 
     @wraps(method)
     def call(engine: "Engine", *args: P.args, **kwargs: P.kwargs) -> T:
         if not engine.is_in_script:
             return method(engine, *args, **kwargs)
+        engine.shorten_timeout()
         engine.enter("train" if engine.is_warm else "first", engine.current_step + 1)
         try:
             return method(engine, *args, **kwargs)
@@ -98,7 +99,7 @@ class Engine(Run):
         """Build the engine of a job: a TOML file or the name of a shipped job, nested tables, or a JobConfig.
 
         `callbacks`: they run after those of the job. `options`: values of further options, by names with a dot:
-        `**{"training.steps": 5}`. The number of ranks is that of the launcher or torchrun, or 1. Raises ConfigError
+        `**{"training.steps": 5}`. The launcher or torchrun sets the number of ranks; else it is 1. Raises ConfigError
         with all faults of the job.
         """
         ranks, config = start_rank(), manager.load_from(source, options)
@@ -111,7 +112,12 @@ class Engine(Run):
                 signals = StopSignals(ranks)
                 resources.callback(signals.restore)
             announce(config, ranks)
-            engine = cls(config, ranks, callbacks)
+            try:
+                engine = cls(config, ranks, callbacks)
+            except Exception as error:
+                end = end_of_failure(error, None, ranks) or RunEnd(CRASHED, reason=f"{type(error).__name__}: {error}")
+                report_end(end, None, Path(config.job.dump_folder), ranks)
+                raise
             engine.is_in_script = True
             engine.progress.enter("script", engine.current_step)
             engine.signals, engine.resources = signals, resources.pop_all()
@@ -177,10 +183,7 @@ class Engine(Run):
         self._require_no_gradients("the data of another step", "call optim_step first")
         is_first = self.current_step == self.state.start_step
         self.enter("first" if is_first else "data", self.current_step + 1)
-        if not is_first and not self.is_warm:
-            step_timeout = self.config.comm.train_timeout_seconds
-            distributed.set_timeout(distributed.collective_timeout(self.ranks, step_timeout))
-            self.is_warm = True
+        self.shorten_timeout()
         self.state.random, started = RandomState(), time.perf_counter()
         self.batches = iter(self.loader) if self.batches is None else self.batches
         self.prefetcher.fetch(self.batches, self.loader.position, self.current_step)
@@ -195,6 +198,14 @@ class Engine(Run):
         prepare, step = preparer.to_device_for_training, self.current_step
         microbatches = [prepare(batch, index, step) for index, batch in enumerate(self.prefetcher.batches)]
         return StepData(microbatches, valid_tokens, preparer.valid_share, tokens, seconds, position)
+
+    def shorten_timeout(self) -> None:
+        """Limit collectives to the time of a step, once, after the first one."""
+        if self.is_warm or self.current_step == self.state.start_step:
+            return
+        step_timeout = self.config.comm.train_timeout_seconds
+        distributed.set_timeout(distributed.collective_timeout(self.ranks, step_timeout))
+        self.is_warm = True
 
     def _check_time(self) -> None:
         if self.ranks.is_main:
@@ -238,7 +249,7 @@ class Engine(Run):
     @engine_call
     def optim_step(self, lr: float | None = None) -> StepResult:
         """Clip the gradients, update the weights and log. `lr`: of this step in place of the schedule's; parameter
-        groups keep their ratios. Raises EngineError, and what the job's guards raise.
+        groups keep their ratios. Raises EngineError, and the errors of the job's guards.
         """
         pending = self.pending
         if pending is None or not pending.is_last:
@@ -274,7 +285,7 @@ class Engine(Run):
             self.roll_back(str(error))
             return StepResult(self.current_step, torch.zeros((), device=self.model.device), None, lr, reason)
         except BadStep:
-            self.optimizers.zero_grad()  # a program may go on
+            self.optimizers.zero_grad()  # a program may continue
             raise
         if is_fetched:
             self.stops.agreed = self.prefetcher.stopping  # begun in fetch(), so all ranks had the whole step to answer
@@ -298,7 +309,7 @@ class Engine(Run):
 
     @engine_call
     def evaluate(self, batches: Sequence[StepData | Batch] | None = None) -> dict[str, float]:
-        """Return the mean loss of this rank's own batches and those of all ranks, or of the job's held-out data.
+        """Return the mean loss of batches of the caller's on all ranks, or of the job's held-out data.
 
         The results of held-out data are logged and count for early stopping; other metrics of the task are among them.
         """
@@ -381,7 +392,7 @@ class Engine(Run):
 
     @engine_call
     def load(self, step: int | None = None) -> int:
-        """Go back to the run's newest checkpoint, or to that of `step`, with its data position. Return its step."""
+        """Go back to the newest checkpoint of the run, or to the one of `step`, and to its data. Return its step."""
         if self.checkpointer is None or not self.checkpointer.can_roll_back():
             raise EngineError("load: the run has no checkpoint; set checkpoint.enable, and save one first")
         self._go_back(partial(self.checkpointer.roll_back, step))
