@@ -69,14 +69,14 @@ def test_the_ordinary_run_takes_a_cover_of_the_table(rows, monkeypatch):
 
 def test_the_ordinary_run_leaves_out_the_longest_tests(tmp_path, monkeypatch):
     durations = {
-        "modules": {"test_a": 50.0, "test_b": 10.0},
+        "modules": {"test_a": 50.0, "test_b": 10.0, "test_c": 7.0},
         "tests": {"tests/test_a.py::x": 30.0, "tests/test_b.py::z": 4.0},
     }
     monkeypatch.setattr(selection, "DURATIONS", tmp_path / "durations.json")
     selection.DURATIONS.write_text(json.dumps(durations))
     items = [
         item(f"tests/{name}")
-        for name in ("test_a.py::x", "test_a.py::y", "test_b.py::z", "test_b.py::w", "test_c.py::v")
+        for name in ("test_a.py::x", "test_a.py::y", "test_b.py::z", "test_b.py::w", "room/test_c.py::v")
     ]
     x, y, z, w, v = items
     assert expected_seconds(items) == {x: 30.0, y: 20.0, z: 4.0, w: 6.0, v: 0.0}
@@ -108,12 +108,13 @@ def test_a_run_adds_up_the_time_of_tests_and_modules(tmp_path, monkeypatch):
         ("tests/test_a.py::y[a/b::c]", "call", 0.25),
         ("tests/test_b.py::z", "call", 2.0),
         ("tests/test_b.py::z", "teardown", 1.0),
+        ("tests/room/test_a.py::w", "call", 0.5),
     ):
         recorder.pytest_runtest_logreport(SimpleNamespace(nodeid=nodeid, when=when, duration=duration))
     recorder.pytest_sessionfinish(pytest.ExitCode.INTERRUPTED)
     assert not selection.DURATIONS.exists()
     recorder.pytest_sessionfinish(pytest.ExitCode.OK)
     assert json.loads(selection.DURATIONS.read_text()) == {
-        "modules": {"test_a": 5.8, "test_b": 3.0},
+        "modules": {"room/test_a": 0.5, "test_a": 5.8, "test_b": 3.0},
         "tests": {"tests/test_a.py::x": 1.5, "tests/test_b.py::z": 2.0},
     }

@@ -17,8 +17,8 @@ from tests.combinations import Combination
 from tests.support.jobs import ROOT
 
 DURATIONS = ROOT / "tests" / "durations.json"
-"""Seconds of the last full run over both workers: `modules` in all, and the calls of `tests` of at least
-RECORDED_SECONDS. Setups count in the module alone: a shared one is made for the first test that is not left out."""
+"""Seconds of the last full run over both workers: `modules` (paths below tests/) in all, and the calls of `tests` of at
+least RECORDED_SECONDS. Setups count in the module alone: a shared one is made for the first test that is not left out."""
 RECORDED_SECONDS = 1.0
 LAYOUT = ("ranks", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 ORDINARY_SECONDS = 800.0
@@ -128,7 +128,8 @@ def parameters(item: pytest.Item) -> dict[str, Any]:
 
 
 def module_of(nodeid: str) -> str:
-    return nodeid.partition("::")[0].rpartition("/")[2].removesuffix(".py")
+    """Return the path of a test's module below tests/, as two folders may hold modules of one name."""
+    return nodeid.partition("::")[0].removeprefix("tests/").removesuffix(".py")
 
 
 class DurationRecorder:
