@@ -1,6 +1,9 @@
-"""Names say what they hold, and docstrings begin with a sentence. The limits below only go down."""
+"""Names say what they hold. Docstrings begin with a sentence, and the names that they explain exist. The limits below
+only go down.
+"""
 
 import ast
+import re
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -31,6 +34,9 @@ FRAGMENT_OPENINGS = {
 # fmt: on
 """A docstring that begins with one of these has, as a rule, neither a subject nor a verb."""
 
+EXPLAINED = re.compile(r"(?:^|[.:]) *(?:\* )?((?:`\w+`(?:, | and )?)+): ", re.MULTILINE)
+"""Names that a sentence of a docstring explains, as in "`x`, `y`: two numbers"."""
+
 LIMITS: dict[str, tuple[int, int]] = {
     "launcher": (1, 0),
     "optimizers": (1, 0),
@@ -39,7 +45,7 @@ LIMITS: dict[str, tuple[int, int]] = {
 """Room -> (unclear names, fragments) that it still has. Lower them with every file that you clean up."""
 
 
-def bound_names(tree: ast.Module) -> Iterator[str]:
+def bound_names(tree: ast.AST) -> Iterator[str]:
     """Yield every name that a module binds: variables, arguments, functions."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Store):
@@ -66,6 +72,24 @@ def is_fragment(docstring: str) -> bool:
     return docstring.split()[0].strip(",.:").lower() in FRAGMENT_OPENINGS
 
 
+def names_of(node: ast.AST) -> set[str]:
+    """Return the arguments of a function or of a class's methods, and what a class or a module binds."""
+    names = {child.arg for child in ast.walk(node) if isinstance(child, ast.arg)}
+    if isinstance(node, ast.ClassDef):
+        names |= {child.attr for child in ast.walk(node) if isinstance(child, ast.Attribute)}
+    if isinstance(node, (ast.ClassDef, ast.Module)):
+        names |= set(bound_names(node))
+    return names
+
+
+def stale_names(tree: ast.Module) -> Iterator[str]:
+    """Yield every name that a docstring explains, although what it documents has no such argument or attribute."""
+    for node in ast.walk(tree):
+        if isinstance(node, (ast.Module, ast.ClassDef, ast.FunctionDef, ast.AsyncFunctionDef)):
+            for match in EXPLAINED.finditer(ast.get_docstring(node) or ""):
+                yield from set(re.findall(r"\w+", match[1])) - names_of(node) - {"and"}
+
+
 def counts(paths: list[Path]) -> tuple[int, int]:
     """Return the numbers of unclear names and of fragments in these files."""
     trees = [ast.parse(path.read_text()) for path in paths]
@@ -89,6 +113,28 @@ def test_names_and_docstrings_become_clearer(room):
         f"{fragments} fragments, at most {most_fragments}: begin with a verb or a subject"
     )
     assert (names, fragments) == (most_names, most_fragments), f"lower the limit of {room} to {(names, fragments)}"
+
+
+@pytest.mark.parametrize("room", rooms())
+def test_names_that_docstrings_explain_exist(room):
+    assert not [f"{path}: {name}" for path in rooms()[room] for name in stale_names(ast.parse(path.read_text()))]
+
+
+def test_stale_names_are_found():
+    tree = ast.parse('''
+"""Constants. `LIMIT`, `REST`: the most; the others."""
+LIMIT = 1
+def load(path):
+    """Load `path`: it is there.
+
+    `path` and `strict`: what to load, and how. `retries`: how often.
+    """
+class Loader:
+    """Loads. `path`: as in load. `names`, `kind`: after it."""
+    names: list[str]
+    def __init__(self, path): self.kind = 1
+''')
+    assert Counter(stale_names(tree)) == {"REST": 1, "strict": 1, "retries": 1}
 
 
 def test_the_rules_find_what_they_are_for():

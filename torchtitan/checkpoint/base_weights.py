@@ -183,7 +183,7 @@ def _stays(path: Path) -> bool:
 
 
 def base_bytes(path: str) -> int:
-    """Return the number of bytes that `reference` reads."""
+    """Return the number of bytes that `describe_base` reads."""
     kind, place = find_weights(Path(path))
     files = [place / MANIFEST] if kind == "ours" else [place] if place.is_file() else _files_of(place, kind)
     return sum(file.stat().st_size for file in files if file.exists())

@@ -28,7 +28,7 @@ POLL_SECONDS = 0.5
 class RankMonitor:
     """Monitors one start of this machine's ranks.
 
-    Evidence of a hang is written below `folder`. `others` connects it to the other machines.
+    Evidence of a hang is written below `folder`. `peers` connects it to the other machines.
     `remedy` is the advice after a failed export.
     """
 

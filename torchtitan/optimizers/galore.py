@@ -181,7 +181,7 @@ class GaLore(ByParameter):
     def measured(self) -> dict[str, list[float]]:
         """Return and clear measurements of the bases fitted since the last call.
 
-        `basis_energy`: share of the squared gradient within the basis. `basis_overlap`: overlap with the previous one.
+        "basis_energy": share of the squared gradient within the basis. "basis_overlap": overlap with the previous one.
         """
         measurements, self.seen = self.seen, {name: [] for name in self.seen}
         return measurements

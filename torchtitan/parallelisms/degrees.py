@@ -61,7 +61,7 @@ def expert_pool_size(dp_shard: int, cp: int, tp: int) -> int:
 
 
 def check_num_experts(ep: int, experts: int, pool_size: int | None = None) -> None:
-    """Check that the experts divide evenly over ep ranks. `lending`: the number of usable ranks, if known."""
+    """Check that the experts divide evenly over ep ranks. `pool_size`: the number of usable ranks, if known."""
     if experts % ep:
         allowed = f"what divides the {experts} experts and the ranks that it borrows"
         fits = math.gcd(experts, pool_size or experts)
@@ -135,7 +135,7 @@ def check_sequence_length(option: str, length: int, needs: Mapping[str, int]) ->
 def check_ulysses_heads(cp: int, heads: int, total_heads: str = "") -> None:
     """Check that cp divides the query heads of a tensor-parallel rank, which Ulysses distributes.
 
-    `whole`: text for the message that gives the total number of heads.
+    `total_heads`: text for the message that gives the total number of heads.
     """
     if heads % cp:
         allowed = f'with "ulysses" what divides the {heads} query heads of a rank{total_heads}: {divisors(heads)}'

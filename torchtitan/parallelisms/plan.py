@@ -15,7 +15,7 @@ class ParallelPlan:
     `embedding` and `head` (the last norm and the output matrix) are None in a pipeline part without them. Tensor
     parallel shards the embedding and the output matrix by vocabulary.
 
-    The fields from `gathered` to `indexed` are names inside a block, for tensor parallel. A region of sharded matrices
+    The fields from `gathered` to `keyed` are names inside a block, for tensor parallel. A region of sharded matrices
     begins at a `gathered` module, which gets all tokens as its first input, and ends at a `row` module, after which the
     ranks' partial sums are reduced.
     """

@@ -129,7 +129,9 @@ class Kernel(Protocol):
     """
 
     causal: bool
-    has_dropout: bool  # optional, default False
+    has_dropout: bool  # optional, default False, as the two declarations
+    accepts_query_slices: bool
+    plain_attention: bool
 
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> Any:
         """Return the mask for `forward`. `keys`: None if they are the same tokens as the queries."""

@@ -139,8 +139,8 @@ class RoutedExperts(NamedTuple):
 class StepChain(NamedTuple):
     """The steps from `x` to `out` of one block, of the embedding or of the head.
 
-    `own`: a function from the model's context to notes.shared of these steps; None: the context itself. `recompute`:
-    True for a block, which activation checkpointing may recompute in backward.
+    `make_shared`: a function from the model's context to notes.shared of these steps; None: the context itself.
+    `recompute`: True for a block, which activation checkpointing may recompute in backward.
     """
 
     name: str

@@ -24,6 +24,6 @@ TRACKERS: Registry[type[Tracker]] = Registry(
 
 
 def entries_of(tracker_names: Iterable[str] = ()) -> set[str]:
-    """Return the names that our trackers, and the ones in `named`, create at the top of a job's folder."""
+    """Return the names that our trackers, and the ones in `tracker_names`, create at the top of a job's folder."""
     kinds = [TRACKERS[name] for name in {*TRACKERS.data, *tracker_names} if name in TRACKERS]
     return {entry for kind in kinds for entry in (ID_FILE.format(kind.package), *kind.entries)}

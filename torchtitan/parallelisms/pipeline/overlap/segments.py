@@ -53,8 +53,8 @@ Step = Segment | CountExchange | Exchange
 class Program:
     """The steps of a block, the embedding or the head, in order.
 
-    `recompute`: False if the policy does not apply. `own`: as in Chain. Raises ValueError if a name is read before it
-    is assigned, or assigned twice.
+    `recompute`: False if the policy does not apply. `make_shared`: as in StepChain. Raises ValueError if a name
+    is read before it is assigned, or assigned twice.
     """
 
     name: str
