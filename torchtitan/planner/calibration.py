@@ -22,10 +22,10 @@ PUBLISHED = {
     "a100-80": 0.910,
     "h100-80": 0.882,
 }
-"""Factors fitted on published runs by scripts/planning_page.py: tests/fixtures/published_runs.toml has the rows. The
-hardware's own factors tell how its computation differs from the others'."""
+"""Factors fitted on published runs (tests/fixtures/published_runs.toml) by scripts/compare_published.py. The hardware's
+own factors tell how its computation differs from the others'."""
 PUBLISHED_SPREAD = 0.25
-"""Relative error: the largest of a published row by factors without it."""
+"""Relative error of a step's time like those of the published rows."""
 SIGMAS = {"products": 0.7, "attention": 0.7, "ep": 0.7, "ring": 1.0, "float8": 0.4, "messages": 1.0}
 HARDWARE_SIGMA = 0.3
 """Standard deviations of the logarithms of factors before anything is measured: of names, and of hardware."""
