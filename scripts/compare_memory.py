@@ -17,8 +17,8 @@ import torch
 from tests.support.memory_plans import MODELS, memory_plans
 from torchtitan.config.manager import load
 from torchtitan.job import ResolvedJob
-from torchtitan.planner.closed_form import predict_memory
 from torchtitan.planner.estimate import predict, worst
+from torchtitan.planner.memory.closed_form import predict_memory
 
 GIB, TOLERANCE = 2**30, 0.03
 KINDS = {"dense": MODELS[:6], "experts": MODELS[6:], "all": MODELS}

@@ -25,11 +25,10 @@ from bench_trainer import arguments, write_shards
 
 from torchtitan.core.hardware import Hardware, load_hardware
 from torchtitan.metrics.json_lines import METRICS, read_records
-from torchtitan.planner.calibration import usual_calibration
-from torchtitan.planner.measured_hardware import write_hardware
-from torchtitan.planner.measured_runs import MeasuredRun, calibrate
 from torchtitan.planner.search import PipelineTimer
-from torchtitan.planner.step_time import StepTimer
+from torchtitan.planner.time.measured_hardware import write_hardware
+from torchtitan.planner.time.measured_runs import MeasuredRun, calibrate, usual_calibration
+from torchtitan.planner.time.step_time import StepTimer
 from torchtitan.process.exit import exit_with
 
 PAGE = ROOT / "docs/planning.md"

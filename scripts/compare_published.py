@@ -22,11 +22,11 @@ import tomli
 from torchtitan.core.hardware import load_hardware
 from torchtitan.models import resolve_sizes
 from torchtitan.models.flops import flops_per_token, latent_flops_per_token
-from torchtitan.planner.calibration import HARDWARE_SIGMA, PUBLISHED, SIGMAS, fit_factors, usual_calibration
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.search import PipelineTimer
-from torchtitan.planner.step_time import StepTimer
-from torchtitan.planner.time_parts import PARTS, Calibration, StepTime
+from torchtitan.planner.time.measured_runs import HARDWARE_SIGMA, PUBLISHED, SIGMAS, fit_factors, usual_calibration
+from torchtitan.planner.time.messages import PARTS, Calibration, StepTime
+from torchtitan.planner.time.step_time import StepTimer
 
 RUNS = Path(__file__).parent.parent / "tests" / "fixtures" / "published_runs.toml"
 

@@ -15,9 +15,9 @@ from torchtitan.parallelisms.pipeline.cut import schedule_traits, stages_of_rank
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import simulate
 from torchtitan.planner import estimate
-from torchtitan.planner.closed_form import fullest, moments, predict_memory
-from torchtitan.planner.rank_layout import in_flight, stages_in_flight, waiting_weight_gradients
-from torchtitan.planner.rank_sizes import RankSizes
+from torchtitan.planner.memory.closed_form import fullest, moments, predict_memory
+from torchtitan.planner.memory.rank_layout import in_flight, stages_in_flight, waiting_weight_gradients
+from torchtitan.planner.memory.rank_sizes import RankSizes
 
 SCHEDULES = {
     "GPipe": 1,

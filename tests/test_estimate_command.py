@@ -13,7 +13,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import load_hardware
 from torchtitan.job import ResolvedJob
 from torchtitan.planner import estimate as prediction
-from torchtitan.planner.closed_form import predict_memory
+from torchtitan.planner.memory.closed_form import predict_memory
 from torchtitan.planner.rehearsal import RehearsalEnded
 
 GIB = 2**30

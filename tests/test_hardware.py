@@ -12,8 +12,8 @@ from tests.support.jobs import ROOT
 from torchtitan.commands import bench
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import FOLDER, Curve, Link, find_hardware, known_hardware, load_hardware
-from torchtitan.planner import measured_hardware
-from torchtitan.planner.measured_hardware import Sizes, fit, write_hardware
+from torchtitan.planner.time import measured_hardware
+from torchtitan.planner.time.measured_hardware import Sizes, fit, write_hardware
 
 NAMES = {
     "NVIDIA H100 80GB HBM3": "h100-80",

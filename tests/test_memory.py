@@ -28,7 +28,7 @@ from torchtitan.job import ResolvedJob
 from torchtitan.losses.chunks import CHUNK_BYTES
 from torchtitan.planner import estimate as prediction
 from torchtitan.planner import rehearsal
-from torchtitan.planner.live_tensors import BACKWARD, LiveTensors
+from torchtitan.planner.memory.live_tensors import BACKWARD, LiveTensors
 from torchtitan.planner.rehearsal import Rehearsal, rehearse
 from torchtitan.process.distributed import device_type
 from torchtitan.torch_internals import recompute

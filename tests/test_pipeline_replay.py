@@ -5,7 +5,8 @@ import pytest
 from tests.support.pool import run_alone
 from torchtitan.config import manager
 from torchtitan.job import ResolvedJob
-from torchtitan.planner import pipeline_replay, rehearsal
+from torchtitan.planner import rehearsal
+from torchtitan.planner.time import traffic
 
 JOB = {
     "model.name": "llama3",
@@ -29,7 +30,7 @@ PLANS = {
 def shortened_and_complete(arguments, running):
     """Return moments and messages of rehearsals with `running` microbatches of each kind of action, and with all."""
     results = []
-    for pipeline_replay.RUNNING in (running, 10**6):
+    for traffic.RUNNING in (running, 10**6):
         result = rehearsal.rehearse(ResolvedJob(manager.load(arguments), 4, "cuda"), 0)
         moments = {name: {kind: size for kind, size in kinds.items() if size} for name, kinds in result.moments.items()}
         results.append((moments, dict(result.sent)))

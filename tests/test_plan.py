@@ -23,13 +23,14 @@ from torchtitan.launcher.run_folder import RecordedPlan, record_start
 from torchtitan.models.flops import flops_per_token
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
-from torchtitan.planner import answer, calibration, estimate
-from torchtitan.planner.measured_runs import MeasuredRun
+from torchtitan.planner import answer, estimate
+from torchtitan.planner.memory.rank_sizes import RankSizes
 from torchtitan.planner.plan import Plan, Workload
-from torchtitan.planner.rank_sizes import RankSizes
 from torchtitan.planner.search import Limits, Search
-from torchtitan.planner.step_time import StepTimer
-from torchtitan.planner.time_parts import Calibration
+from torchtitan.planner.time import measured_runs
+from torchtitan.planner.time.measured_runs import MeasuredRun
+from torchtitan.planner.time.messages import Calibration
+from torchtitan.planner.time.step_time import StepTimer
 from torchtitan.rules import check
 
 H100 = load_hardware("h100-80")
@@ -66,7 +67,7 @@ def searched(name, gpus, samples, gpu="h100-80", *options, top=10):
     hardware = load_hardware(gpu)
     job = resolved(name, *options)
     workload = Workload.of(job, samples)
-    search = Search(job, workload, samples, hardware, calibration.usual_calibration(hardware))
+    search = Search(job, workload, samples, hardware, measured_runs.usual_calibration(hardware))
     return search, search.find(gpus, top, Limits(hardware.memory_gib * 2**30))
 
 
@@ -78,8 +79,8 @@ def test_published_step_times_are_predicted_without_their_source(without_source)
 
 
 def test_the_factors_are_the_fit_of_the_published_runs(script, published):
-    assert script.fitted(published) == pytest.approx(calibration.PUBLISHED, rel=0.01)
-    assert collections.Counter(run.hardware.name for run in published) == calibration.PUBLISHED_ROWS
+    assert script.fitted(published) == pytest.approx(measured_runs.PUBLISHED, rel=0.01)
+    assert collections.Counter(run.hardware.name for run in published) == measured_runs.PUBLISHED_ROWS
 
 
 def test_the_page_has_the_table_of_the_script(script, published, without_source):
@@ -189,9 +190,9 @@ def test_fsdp_gathers_blocks_twice_and_both_ends_once():
 def test_fitted_factors_are_recovered():
     true = {"a": 1.5, "b": 0.5}
     rows = [(lambda f, x=x: f["a"] * x + f["b"] * (4 - x), true["a"] * x + true["b"] * (4 - x)) for x in (0, 1, 3, 4)]
-    factors = calibration.fit_factors(rows, list(true), dict.fromkeys(true, 100.0))
+    factors = measured_runs.fit_factors(rows, list(true), dict.fromkeys(true, 100.0))
     assert factors == pytest.approx(true, rel=1e-3)
-    assert calibration.fit_factors([], ["a"]) == {"a": 1.0}
+    assert measured_runs.fit_factors([], ["a"]) == {"a": 1.0}
 
 
 @pytest.mark.parametrize("schedule", ["GPipe", "1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
@@ -548,7 +549,7 @@ def test_amounts_have_the_letter_of_their_size():
 )
 def test_plans_unlike_the_published_rows_have_a_wider_interval(name, gpus, samples, outside):
     job = resolved(name, gpus=gpus)
-    timer = StepTimer(Workload.of(job, samples), H100, calibration.usual_calibration(H100))
+    timer = StepTimer(Workload.of(job, samples), H100, measured_runs.usual_calibration(H100))
     plan = Plan(pp=32, shards=64, schedule="1F1B") if gpus == 2048 else Plan.of(job, samples)
     step = timer.step_time(plan)
     assert step.outside == outside and step.spread == (0.40 if outside else 0.25)

@@ -15,12 +15,13 @@ from torchtitan.core.hardware import Curve, Curves, load_hardware
 from torchtitan.job import ResolvedJob
 from torchtitan.models.sizes import NORMS
 from torchtitan.parallelisms.fsdp_messages import BLOCK, PIECE, block_bytes
-from torchtitan.planner import answer, calibration, measured_hardware, rehearsal
-from torchtitan.planner.closed_form import MemoryPrediction
+from torchtitan.planner import answer, rehearsal
+from torchtitan.planner.memory.closed_form import MemoryPrediction
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.search import Candidate, PipelineTimer
-from torchtitan.planner.step_time import StepTimer
-from torchtitan.planner.time_parts import Calibration, Parts, Weights
+from torchtitan.planner.time import measured_hardware, measured_runs
+from torchtitan.planner.time.messages import Calibration, Parts, Weights
+from torchtitan.planner.time.step_time import StepTimer
 
 CPU = dataclasses.replace(load_hardware("cpu"), devices_per_machine=8)
 """A machine of two cores and any number of ranks."""
@@ -218,14 +219,14 @@ def test_float32_has_its_own_curves():
 
 
 def test_published_factors_are_of_assumed_curves_and_of_gpus():
-    assert calibration.usual_calibration(CPU).factors == {}
+    assert measured_runs.usual_calibration(CPU).factors == {}
     gpu = load_hardware("h200")
     measured = dataclasses.replace(
         gpu, products=dataclasses.replace(gpu.products, evidence="fitted on 17 measurements")
     )
-    factors = calibration.usual_calibration(measured).factors
-    assert "products" not in factors and factors["tp"] == calibration.PUBLISHED["tp"]
-    assert calibration.usual_calibration(gpu).factors == calibration.PUBLISHED
+    factors = measured_runs.usual_calibration(measured).factors
+    assert "products" not in factors and factors["tp"] == measured_runs.PUBLISHED["tp"]
+    assert measured_runs.usual_calibration(gpu).factors == measured_runs.PUBLISHED
 
 
 def test_accumulated_batches_of_a_pipeline_take_one_after_the_other():

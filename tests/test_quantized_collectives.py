@@ -26,7 +26,7 @@ from torchtitan.parallelisms.quantized_collectives import (
     unpack,
 )
 from torchtitan.planner.rehearsal import rehearse
-from torchtitan.planner.traffic import Traffic
+from torchtitan.planner.time.traffic import Traffic
 from torchtitan.training.reporting import describe_quantized_messages
 
 SIZES = [43, 32]

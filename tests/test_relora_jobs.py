@@ -12,7 +12,7 @@ from tests.support.pool import run_ranks
 from tests.test_combinations import assembled
 from torchtitan.adapters.lora import low_rank_modules, merge_product
 from torchtitan.config import manager
-from torchtitan.planner.traffic import Traffic
+from torchtitan.planner.time.traffic import Traffic
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 

@@ -15,7 +15,7 @@ from tests import test_combinations
 from tests.combinations import Combination
 from tests.support.pool import run_ranks
 from torchtitan.losses.objective import IGNORE_INDEX
-from torchtitan.planner.traffic import Traffic, axes_of
+from torchtitan.planner.time.traffic import Traffic, axes_of
 
 LAYERS, WIDTH = 3, test_combinations.MICRO_SIZE["dim"]
 

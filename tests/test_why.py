@@ -10,7 +10,7 @@ from torchtitan import cli
 from torchtitan.config import manager
 from torchtitan.core.hardware import FOLDER, load_hardware
 from torchtitan.launcher.run_folder import RecordedPlan, record_start
-from torchtitan.planner.measured_runs import UNEXPLAINED, MeasuredRun, ModelledStep
+from torchtitan.planner.time.measured_runs import UNEXPLAINED, MeasuredRun, ModelledStep
 
 H100 = "NVIDIA H100 80GB HBM3"
 DATA_SECONDS = 0.01

@@ -5,8 +5,8 @@ import pytest
 from torchtitan.assembly.parts import ModelBuilder, model_spec
 from torchtitan.config.job import JobConfig
 from torchtitan.job import ResolvedJob
+from torchtitan.planner.memory.rank_layout import RankLayout
 from torchtitan.planner.plan import Plan
-from torchtitan.planner.rank_layout import RankLayout
 
 PIPELINE = {
     "model.name": "llama3",

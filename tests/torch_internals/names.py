@@ -221,7 +221,7 @@ OUTSIDE: dict[str, str] = {
     "parallelisms/replicas.py": "_all_gather_result _orig_dtype _post_accumulate_grad_hooks _to_unsharded",
     "planner/fake_cuda/kernels.py": "_schema",
     "planner/fake_cuda/step.py": "_init_fn",
-    "planner/traffic.py": "_type",
+    "planner/time/traffic.py": "_type",
     "training/stored_run.py": "_apply",
 }
 """File -> private attributes of torch's objects that it uses itself. It only shrinks: write functions in

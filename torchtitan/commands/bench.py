@@ -38,7 +38,7 @@ from torchtitan.core.progress_bar import waiting
 from torchtitan.job import ResolvedJob
 from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.metrics.plot import GREY, HELD_OUT, INK, LOSS, SPEED, STYLE, check_format
-from torchtitan.planner.measured_hardware import write_hardware
+from torchtitan.planner.time.measured_hardware import write_hardware
 from torchtitan.process.children import python_command
 from torchtitan.process.exit import OUT_OF_MEMORY, REFUSED, exiting_on_stop_signals
 

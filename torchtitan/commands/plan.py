@@ -41,12 +41,11 @@ from torchtitan.planner.answer import (
     no_plan,
     row,
 )
-from torchtitan.planner.calibration import usual_calibration
-from torchtitan.planner.closed_form import reserved
 from torchtitan.planner.failures import Failures
-from torchtitan.planner.measured_runs import calibrate
+from torchtitan.planner.memory.closed_form import reserved
 from torchtitan.planner.plan import Plan, Workload, can_be_planned
 from torchtitan.planner.search import Candidate, Limits, Result, Search, faults_as_new
+from torchtitan.planner.time.measured_runs import calibrate, usual_calibration
 from torchtitan.rules.loading import load_job
 
 BASE = ResolvedJob(JobConfig()).layout

@@ -31,7 +31,7 @@ from torchtitan.metrics.goodput import CAUSES, SHORTEST_ADVISED_SECONDS, best_sa
 from torchtitan.metrics.json_lines import Record, is_finite
 from torchtitan.metrics.run_end import without_ends
 from torchtitan.metrics.thinning import read_run
-from torchtitan.planner.measured_runs import UNEXPLAINED, MeasuredRun, ModelledStep
+from torchtitan.planner.time.measured_runs import UNEXPLAINED, MeasuredRun, ModelledStep
 
 WORTH_A_CHANGE = 0.05
 """Smallest share of all time for which a cause is said to bound the run."""

@@ -1,1 +1,1 @@
-"""Memory and communication of a rank, estimated by one step on tensors without values."""
+"""Predict what a job needs of its GPUs before it runs: memory, traffic and time, and find the fastest plan."""

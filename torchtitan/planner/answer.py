@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan.core.errors import format_bytes
 from torchtitan.planner.failures import Failures
 from torchtitan.planner.search import Candidate, Result
-from torchtitan.planner.time_parts import PARTS, Calibration
+from torchtitan.planner.time.messages import PARTS, Calibration
 
 COUNTED, SIMULATED, FORMULA, ASSUMED = "counted", "simulated", "formula", "assumed"
 ASSUMED_PARTS = {"cp": "messages", "fsdp": "messages", "optimizer": "optimizer"}

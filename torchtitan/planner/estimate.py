@@ -2,7 +2,7 @@
 
 Small jobs are rehearsed with all layers. Deep ones are rehearsed with a few layers of each stage and then with some
 more, because memory grows linearly with the layers in each part of a step. Each part is extrapolated by itself, since
-another part may have the peak in the full model. Of a pipeline's microbatches a few run (pipeline_replay.py); one that
+another part may have the peak in the full model. Of a pipeline's microbatches a few run (time/traffic.py); one that
 overlaps all-to-alls is rehearsed with the fewest that reach the highest number in flight.
 """
 
@@ -24,8 +24,7 @@ from torchtitan.job.layout import Layout
 from torchtitan.parallelisms.parallel_model import runs_by_segments
 from torchtitan.parallelisms.pipeline.actions import Table, with_full_backward
 from torchtitan.parallelisms.pipeline.simulator import simulate
-from torchtitan.planner.closed_form import reserved
-from torchtitan.planner.pipeline_replay import RUNNING
+from torchtitan.planner.memory.closed_form import reserved
 from torchtitan.planner.rehearsal import (
     FROZEN,
     GRADIENTS,
@@ -38,7 +37,7 @@ from torchtitan.planner.rehearsal import (
     rehearse,
     run_in_processes,
 )
-from torchtitan.planner.traffic import Group
+from torchtitan.planner.time.traffic import RUNNING, Group
 from torchtitan.rules import Device, check
 
 AT_ONCE = 24

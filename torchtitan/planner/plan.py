@@ -18,7 +18,7 @@ from torchtitan.models.sizes import STACK, Sizes
 from torchtitan.parallelisms.degrees import NEEDS_DEGREE, RINGS, expert_shards
 from torchtitan.parallelisms.fsdp_messages import BITS, BLOCK, block_bytes
 from torchtitan.parallelisms.pipeline.cut import schedule_traits, split_layers, stages_of_rank
-from torchtitan.planner.rank_layout import BYTES, float8_weights
+from torchtitan.planner.memory.rank_layout import BYTES, float8_weights
 
 Changes = dict[str, Any]
 """Options of a job by dotted name."""

@@ -44,9 +44,8 @@ from torchtitan.optimizers.build import Optimizers
 from torchtitan.parallelisms.context_parallel import ContextParallelAttention
 from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.parallelisms.sequence_layout import Tokens
-from torchtitan.planner.live_tensors import ACTIVATIONS, BACKWARD, Bytes, FakeValues, LiveTensors
-from torchtitan.planner.pipeline_replay import FewMicrobatches
-from torchtitan.planner.traffic import Group, Traffic, axes_of
+from torchtitan.planner.memory.live_tensors import ACTIVATIONS, BACKWARD, Bytes, FakeValues, LiveTensors
+from torchtitan.planner.time.traffic import FewMicrobatches, Group, Traffic, axes_of
 from torchtitan.process.exit import die_with_parent
 from torchtitan.process.host import host
 from torchtitan.process.machine import shared_memory_obstacle
@@ -232,7 +231,7 @@ class Rehearsal:
 
     def step(self, live: LiveTensors, replays: bool = True) -> Rehearsed:
         """Run a step and return its memory and messages. `replays`: run only some microbatches of a pipeline and count
-        them for all (pipeline_replay.py), which real ranks cannot.
+        them for all (time/traffic.py), which real ranks cannot.
 
         Memory that the step leaves allocated, such as the optimizer state of a first step, counts in all its parts, as
         later steps have it from their start.

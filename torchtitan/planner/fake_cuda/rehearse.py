@@ -19,9 +19,9 @@ from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
 from torchtitan.planner.estimate import Stages
 from torchtitan.planner.fake_cuda.step import HostWaits, job_on_rank, use_fused_norms
-from torchtitan.planner.live_tensors import ACTIVATIONS, LiveTensors
+from torchtitan.planner.memory.live_tensors import ACTIVATIONS, LiveTensors
 from torchtitan.planner.rehearsal import WITHOUT_VALUES, Rehearsal, rows_of_experts
-from torchtitan.planner.traffic import Traffic
+from torchtitan.planner.time.traffic import Traffic
 from torchtitan.rules.loading import load_job
 from torchtitan.torch_internals.dispatch import VALUES_NEEDED
 from torchtitan.torch_internals.dtensor import local_part

@@ -22,8 +22,8 @@ from torchtitan.models import dropout, layers
 from torchtitan.optimizers import moments
 from torchtitan.parallelisms import data_parallel, parallel_dims, parallel_model, quantized_collectives
 from torchtitan.parallelisms.parallel_model import ParallelModel
-from torchtitan.planner.live_tensors import FakeValues
-from torchtitan.planner.traffic import group_of
+from torchtitan.planner.memory.live_tensors import FakeValues
+from torchtitan.planner.time.traffic import group_of
 from torchtitan.torch_internals.dispatch import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torchtitan.torch_internals.fake_world import FakeStore
 from torchtitan.training.batches import zero_batch

@@ -11,7 +11,7 @@ from torchtitan.models.sizes import STACK, Sizes, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
 from torchtitan.parallelisms.degrees import expert_shards
-from torchtitan.planner.rank_layout import RankLayout, kinds_of_layers
+from torchtitan.planner.memory.rank_layout import RankLayout, kinds_of_layers
 
 
 class Unit(NamedTuple):

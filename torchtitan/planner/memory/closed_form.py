@@ -15,8 +15,8 @@ from dataclasses import dataclass
 
 from torchtitan.core.hardware import Hardware
 from torchtitan.job import ResolvedJob
-from torchtitan.planner.rank_layout import kinds_of_layers
-from torchtitan.planner.rank_sizes import RankSizes
+from torchtitan.planner.memory.rank_layout import kinds_of_layers
+from torchtitan.planner.memory.rank_sizes import RankSizes
 
 Bytes = Counter[str]
 """Bytes by kind, as the fields of MemoryPrediction are named."""

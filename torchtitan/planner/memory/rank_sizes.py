@@ -7,7 +7,7 @@ from functools import cached_property
 
 from torchtitan.losses.chunks import auto_chunks
 from torchtitan.models.sizes import POST_NORMS, STACK, split_side
-from torchtitan.planner.rank_weights import RankWeights
+from torchtitan.planner.memory.rank_weights import RankWeights
 
 
 @dataclass(frozen=True)

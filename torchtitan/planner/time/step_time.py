@@ -22,9 +22,8 @@ from torchtitan.core.hardware import Curve, Hardware
 from torchtitan.models.sizes import POST_NORMS, STACK, Sizes, split_side
 from torchtitan.parallelisms.fsdp_messages import resharding
 from torchtitan.parallelisms.pipeline.cut import schedule_traits
-from torchtitan.planner.message_time import MessageTimer
 from torchtitan.planner.plan import Plan, Workload
-from torchtitan.planner.time_parts import BlockTime, Calibration, Parts, StepTime, Weights
+from torchtitan.planner.time.messages import BlockTime, Calibration, MessageTimer, Parts, StepTime, Weights
 
 COMPUTED = ("products", "attention", "memory", "recompute")
 """Parts during which messages of FSDP travel."""

@@ -1,0 +1,1 @@
+"""Time of a step: computation, messages between ranks, and what measured runs say about both."""
