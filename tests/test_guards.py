@@ -90,7 +90,7 @@ def test_a_step_that_is_bad_again_after_a_rollback_is_skipped():
     guard.on_rollback(4)
     assert guard.judge(7, math.nan, 1.0).action == "skip"
     assert guard.counts() == {"steps_skipped": 1, "rolled_back": 1}
-    assert guard.judge(8, math.nan, 1.0, can_roll_back=lambda: False).action == "skip"
+    assert guard.judge(8, math.nan, 1.0, prepare_roll_back=lambda: False).action == "skip"
     assert guard.judge(9, math.nan, None, can_skip=False).action == "roll back"
     guard.load_state_dict({})
     assert guard.judge(9, math.nan, None, can_skip=False).action == "stop"

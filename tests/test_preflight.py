@@ -16,7 +16,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.process.ranks import Ranks, read_ranks
 from torchtitan.training import preflight
 from torchtitan.training.batches import PeerStopped
-from torchtitan.training.preflight import RankFacts, check_space, compare, differences
+from torchtitan.training.preflight import RankFacts, compare, differences, space_faults
 from torchtitan.training.trainer import Trainer
 
 SAME = {"code": "a1", "torch": "2.13.0, Python 3.11.7", "job": "b2", "tokenizer": "c3"}
@@ -92,8 +92,8 @@ def test_different_options_are_listed_one_by_one():
 
 
 def test_space_for_two_checkpoints():
-    assert check_space(20, 10) == []
-    (fault,) = check_space(2**30 - 1, 2**29)
+    assert space_faults(20, 10) == []
+    (fault,) = space_faults(2**30 - 1, 2**29)
     assert fault == (
         "1.00 GiB are free in job.dump_folder and two checkpoints take 1.00 GiB: make room or give another folder"
     )

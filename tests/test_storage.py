@@ -172,12 +172,12 @@ def test_a_rollback_skips_a_failed_save(tmp_path, monkeypatch, caplog, mode):
     remaining = fail_writes(monkeypatch, 1)
     job = Job(tmp_path, async_mode=mode, on_save_error="continue")
     job.train(2)
-    assert not job.checkpointer.can_roll_back() and "the run goes on without it" in caplog.text
+    assert not job.checkpointer.prepare_roll_back() and "the run goes on without it" in caplog.text
     job.train(2)
-    assert job.checkpointer.can_roll_back()
+    assert job.checkpointer.prepare_roll_back()
     remaining[0] = 1
     job.train(3)
-    assert job.checkpointer.can_roll_back() and caplog.text.count("the run goes on without it") == 2
+    assert job.checkpointer.prepare_roll_back() and caplog.text.count("the run goes on without it") == 2
     job.checkpointer.roll_back()
     assert job.step == 4 and saved_steps(tmp_path) == ["step-00000004"]
     job.train(2)
@@ -192,7 +192,7 @@ def test_a_run_that_stops_for_a_failed_save_does_not_roll_back(tmp_path, monkeyp
     fail_writes(monkeypatch, 1)
     job.train(2)
     with pytest.raises(CheckpointError, match="step 4 was not saved: .*Disk quota exceeded"):
-        job.checkpointer.can_roll_back()
+        job.checkpointer.prepare_roll_back()
 
 
 Usage = namedtuple("Usage", "total used free")

@@ -18,7 +18,7 @@ from tests.support.jobs import ROOT
 
 DURATIONS = ROOT / "tests" / "durations.json"
 """Seconds of the last full run over both workers: `modules` (paths below tests/) in all, and the calls of `tests` of at
-least RECORDED_SECONDS. Setups count in the module alone: a shared one is made for the first test that is not left out."""
+least RECORDED_SECONDS. Setups count in the module alone: a shared one is made for the first test that runs."""
 RECORDED_SECONDS = 1.0
 LAYOUT = ("ranks", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 ORDINARY_SECONDS = 800.0

@@ -318,9 +318,11 @@ class Checkpointer:
         self.saved_step = self.published_step = self.rewound_to = source.manifest.step
         return self.saved_step
 
-    def can_roll_back(self) -> bool:
-        """Return True, the same on all ranks, if this run has saved or loaded a complete checkpoint. Waits for the save
-        under way, and raises its `CheckpointError` on all ranks if it failed, unless the run continues without it."""
+    def prepare_roll_back(self) -> bool:
+        """Wait for the save under way. Return True, the same on all ranks, if a complete checkpoint exists.
+
+        Raises the save's `CheckpointError` on all ranks if it failed, unless the run continues without it.
+        """
         try:
             self._wait()
         except CheckpointError as error:
@@ -331,7 +333,7 @@ class Checkpointer:
         return not (partial and self.loaded_from and self.saved_step == layout.step_of(self.loaded_from.name))
 
     def roll_back(self, step: int | None = None) -> None:
-        """Load the newest checkpoint, or that of `step`, again in the middle of a run that `can_roll_back`."""
+        """Load the newest checkpoint, or that of `step`, again in the middle of a run, after `prepare_roll_back`."""
         before = self.load_step, self.excluded
         if step is not None:
             self.load_step, self.excluded = step, set()

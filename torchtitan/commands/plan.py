@@ -43,7 +43,7 @@ from torchtitan.planner.answer import (
 )
 from torchtitan.planner.failures import Failures
 from torchtitan.planner.memory.closed_form import reserved
-from torchtitan.planner.plan import Plan, Workload, can_be_planned
+from torchtitan.planner.plan import Plan, Workload, planning_obstacle
 from torchtitan.planner.search import Candidate, Limits, Result, Search, faults_as_new
 from torchtitan.planner.time.measured_runs import calibrate, usual_calibration
 from torchtitan.rules.loading import load_job
@@ -182,7 +182,7 @@ def ask(options: argparse.Namespace, job: ResolvedJob) -> Question:
     job = job.on_ranks(options.gpus, "cuda" if hardware.device_names else "cpu")
     if faults := [fault for fault in faults_as_new(job) if fault.key not in PLANNED]:
         raise ConfigError(faults)
-    if reason := can_be_planned(job.model):
+    if reason := planning_obstacle(job.model):
         raise JobError(f"torchtitan plan: {reason}")
     config = job.config
     try:

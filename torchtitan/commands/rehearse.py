@@ -48,7 +48,7 @@ def main(argv: list[str]) -> int:
     ranks = sorted(set(options.ranks or usual_ranks(dims)))
     if ranks[-1] >= world_size:
         raise JobError(f"--ranks: given {ranks[-1]}; allowed: 0 to {world_size - 1}")
-    records = rehearsed(options, job_args, ranks, world_size)
+    records = rehearse_ranks(options, job_args, ranks, world_size)
     faults_of_step, notes = verdict(records)
     if options.json:
         print(json.dumps(as_json(files, world_size, records, faults_of_step), indent=1))
@@ -67,7 +67,9 @@ def usual_ranks(dims: ParallelDims) -> list[int]:
     return sorted(ranks | {stage % dims.pp * stride for stage in (0, 1, -2, -1)})
 
 
-def rehearsed(options: argparse.Namespace, job_args: list[str], ranks: list[int], world_size: int) -> dict[int, Rank]:
+def rehearse_ranks(
+    options: argparse.Namespace, job_args: list[str], ranks: list[int], world_size: int
+) -> dict[int, Rank]:
     """Rehearse the ranks in processes of their own. Raises JobError for a job that cannot be rehearsed."""
     records: dict[int, Rank] = {}
     with tempfile.TemporaryDirectory() as folder:
@@ -77,7 +79,7 @@ def rehearsed(options: argparse.Namespace, job_args: list[str], ranks: list[int]
             questions = [(QUESTION, PREPARATION, (job_args, rank, world_size, options.all_layers)) for rank in ranks]
             with progress_bar("ranks are rehearsed", len(ranks), "rank") as bar:
                 for number, ok, record in card.ask_all(questions):
-                    records[ranks[number]] = usable(ranks[number], ok, record)
+                    records[ranks[number]] = require_record(ranks[number], ok, record)
                     bar.update()
         except BaseException:
             card.process.kill()
@@ -87,8 +89,8 @@ def rehearsed(options: argparse.Namespace, job_args: list[str], ranks: list[int]
     return dict(sorted(records.items()))
 
 
-def usable(rank: int, ok: bool, record: Any) -> Rank:
-    """Return the record of a rank. Raises JobError if there is none."""
+def require_record(rank: int, ok: bool, record: Any) -> Rank:
+    """Return the record of a rank, and show the traceback of its failure on request. Raises JobError without one."""
     if not ok:
         *lines, reason = str(record).strip().splitlines()
         text = f"rehearse: rank {rank} gave no answer: {reason}"

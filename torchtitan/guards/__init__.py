@@ -97,7 +97,9 @@ class Guards:
         finite = math.isfinite(total_loss) and math.isfinite(norm_sum)
         if not finite:  # with damaged weights every further step is bad too, so skipping this one would not help
             self.roll_back_if_damaged(step - 1)
-        verdict = self.steps.judge(step, total_loss, mean_norm, can_skip=can_skip, can_roll_back=self.can_roll_back)
+        verdict = self.steps.judge(
+            step, total_loss, mean_norm, can_skip=can_skip, prepare_roll_back=self.prepare_roll_back
+        )
         if verdict.action == "go on":
             return ""
         layer_hint = self._first_layer()
@@ -161,9 +163,9 @@ class Guards:
             "last checkpoint on: lower optimizer.lr, longer lr_scheduler.warmup_steps, training.max_norm = 1.0, float32"
         )
 
-    def can_roll_back(self) -> bool:
-        """Return True if the run has a checkpoint that it can load in the middle of a step. Every rank calls it."""
-        return self.checkpointer is not None and self.checkpointer.can_roll_back()
+    def prepare_roll_back(self) -> bool:
+        """Wait for the save under way; return True if there is a checkpoint to go back to. Every rank calls it."""
+        return self.checkpointer is not None and self.checkpointer.prepare_roll_back()
 
     def roll_back_if_damaged(self, step: int) -> None:
         """Raise `RollBack` if weights or moments after `step` are NaN or infinite and `roll_back` allows it. Every rank
@@ -176,7 +178,7 @@ class Guards:
         """Raise `RollBack` for a damaged state after `step`, once for each step: a hardware error does not recur, but a
         fault of the job itself does. Return if the run has to stop. Every rank calls it.
         """
-        if not self.can_roll_back():
+        if not self.prepare_roll_back():
             return
         if self.steps.tries >= self.steps.patience and self.steps.target == self.checkpointer.saved_step:
             return

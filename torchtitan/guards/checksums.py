@@ -55,7 +55,7 @@ class Replicas:
         if dist.get_world_size() == 1:
             return
         keys, tensors, names = [], [], {}
-        for place, tensor in replicated_tensors(self.parts, self.optimizers, self._places):
+        for place, tensor in local_tensors(self.parts, self.optimizers, self._places):
             key = key_of(place, tensor)
             if key not in self._alone and key not in names and tensor.numel():
                 names[key] = place[0]
@@ -80,7 +80,7 @@ class Replicas:
             )
 
 
-def replicated_tensors(
+def local_tensors(
     parts: Iterable[nn.Module], optimizers: Iterable[torch.optim.Optimizer], places: dict[torch.Tensor, TensorPart]
 ) -> Iterator[tuple[TensorPart, torch.Tensor]]:
     """Yield this rank's parameters, buffers and optimizer state, of any shape, with their places.

@@ -109,12 +109,12 @@ class StepGuard:
         loss: float,
         norm: float | None,
         can_skip: bool = True,
-        can_roll_back: Callable[[], bool] = lambda: True,
+        prepare_roll_back: Callable[[], bool] = lambda: True,
     ) -> Verdict:
         """Return the verdict on the `step`-th step of the run.
 
-        `norm`: gradient norm, None if unknown. `can_skip`: no part of the update has been applied. `can_roll_back`:
-        whether there is a checkpoint; called only if the run would roll back for this step.
+        `norm`: gradient norm, None if unknown. `can_skip`: no part of the update has been applied. `prepare_roll_back`:
+        returns whether there is a checkpoint; called only if the run would roll back for this step.
         """
         policy, fault = self._fault(loss, norm)
         if not fault:
@@ -124,7 +124,7 @@ class StepGuard:
             return Verdict("stop", fault)
         if self.in_a_row >= self.patience:
             return Verdict("stop", f"{fault}: bad step {self.in_a_row} in a row (guard.patience)")
-        if policy == "rollback" and step not in self.rollback_steps and can_roll_back():
+        if policy == "rollback" and step not in self.rollback_steps and prepare_roll_back():
             if self.tries >= self.patience:
                 return Verdict("stop", f"{fault}: {self.tries} times back to step {self.target} (guard.patience)")
             self.rollback_steps.add(step)

@@ -174,7 +174,7 @@ class Greeting:
         parts = (purpose, self.first_nonce, self.other_nonce, self.first_version, self.other_version)
         return hmac.new(secret, "\0".join(("torchtitan", *parts)).encode(), hashlib.sha256).digest()
 
-    def check_versions(self, machine: str) -> str:
+    def version_fault(self, machine: str) -> str:
         """Return the fault if the two launchers are of different versions, or ""."""
         if self.first_version == self.other_version:
             return ""
@@ -287,7 +287,7 @@ class Admission:
             connection.close()
             return
         connection.send(Welcome(proof=greeting.proof(self.key, "first machine")))
-        if fault := greeting.check_versions(connection.name.rstrip(",")):
+        if fault := greeting.version_fault(connection.name.rstrip(",")):
             self.faults.append(fault)
             connection.close()
             return
@@ -377,7 +377,7 @@ def _authenticate(connection: Connection, secret_file: Path, queue: SignalQueue)
             elif isinstance(message, Welcome) and greeting is not None:
                 if not greeting.is_proof(message.proof, key, "first machine"):
                     raise stranger
-                if fault := greeting.check_versions("this one"):
+                if fault := greeting.version_fault("this one"):
                     raise JobError(fault)
                 roles: tuple[Role, Role] = ("other machine", "first machine")
                 sending_key, receiving_key = (greeting.line_key(key, role) for role in roles)

@@ -11,7 +11,7 @@ import torch
 from torchtitan.core.keyed_rng import STRIDES, of_tokens, scrambled
 from torchtitan.losses.objective import IGNORE_INDEX
 
-HIDDEN, RANDOM = 0.8, 0.1
+MASKED, RANDOM = 0.8, 0.1
 """Fractions of the chosen tokens that are replaced by the mask and by a random word; the others stay unchanged."""
 HELD_OUT = "held out"
 """Used in place of the step in validation, so that the same tokens are masked each time."""
@@ -47,8 +47,8 @@ class Masking:
         chosen = candidates & (keys < self.share * 2**32)
         fate = scrambled(keys + STRIDES[1])
         any_word = self._any_word(keys)
-        shown = torch.where(fate < HIDDEN * 2**32, self.mask_id, tokens)
-        shown = torch.where((fate >= HIDDEN * 2**32) & (fate < (HIDDEN + RANDOM) * 2**32), any_word, shown)
+        shown = torch.where(fate < MASKED * 2**32, self.mask_id, tokens)
+        shown = torch.where((fate >= MASKED * 2**32) & (fate < (MASKED + RANDOM) * 2**32), any_word, shown)
         masked_batch = {"tokens": torch.where(chosen, shown, tokens), "labels": labels.where(chosen, IGNORE_INDEX)}
         return {**batch, **masked_batch}
 

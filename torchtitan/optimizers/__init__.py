@@ -12,7 +12,7 @@ from torchtitan.config.options import Option
 from torchtitan.core.registry import Registry
 from torchtitan.optimizers import state_sizes
 from torchtitan.optimizers.spec import SHARED, TORCHS, OptimizerSpec
-from torchtitan.optimizers.state_sizes import HIDDEN
+from torchtitan.optimizers.state_sizes import LAYER_MATRICES
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 _UNFUSED = {implementation: flags for implementation, flags in TORCHS.items() if implementation != "fused"}
@@ -44,7 +44,7 @@ def _one_sided(options: Mapping[str, Any]) -> Iterator[tuple[str, str, str]]:
 
 Rank = Annotated[int, Field(ge=1)]
 TARGETS = Option(
-    list[str], HIDDEN, "Which matrices, by their names; * stands for anything. All else steps as in AdamW."
+    list[str], LAYER_MATRICES, "Which matrices, by their names; * stands for anything. All else steps as in AdamW."
 )
 _adam: dict[str, Any] = dict(shared=SHARED, implementations=TORCHS, state=lambda options: 2)
 _built_in = {

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtitan.optimizers.spec import StateSize
 
-HIDDEN = ["*attn*", "*attention*", "*mlp*", "*feed_forward*"]
+LAYER_MATRICES = ["*attn*", "*attention*", "*mlp*", "*feed_forward*"]
 """Patterns for the matrices of the layers, in the model families' names."""
 
 

@@ -24,8 +24,8 @@ Changes = dict[str, Any]
 """Options of a job by dotted name."""
 
 
-def can_be_planned(model: JobModel) -> str:
-    """Return why the formulas do not describe a job of this model, or an empty text if they do."""
+def planning_obstacle(model: JobModel) -> str:
+    """Return why the formulas do not describe a job of this model; empty if they do."""
     name, adapter, task = model.model.name, model.adapter.kind, model.task.kind
     if not hasattr(model.args, "block_linears"):
         return f"model.name = {name!r}: the formulas are of decoders; `torchtitan estimate` predicts its memory"

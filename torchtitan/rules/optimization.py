@@ -15,7 +15,7 @@ from torchtitan.lr_schedules import CONSTANT, CYCLICAL, JAGGED, ScheduleError
 from torchtitan.models.sizes import HEAD, STACK, linears, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
-from torchtitan.optimizers.state_sizes import HIDDEN, is_target_matrix, sides
+from torchtitan.optimizers.state_sizes import LAYER_MATRICES, is_target_matrix, sides
 from torchtitan.rules.facts import Facts, Rule
 
 BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")
@@ -245,7 +245,7 @@ def optimizer_has_matrices(facts: Facts) -> Iterator[Fault]:
     if not options or "targets" not in options or not trained_matrices(facts):
         return
     matrices = ", ".join(with_wildcards(trained_matrices(facts)))
-    explicit = options["targets"] != HIDDEN  # the default has names of several families
+    explicit = options["targets"] != LAYER_MATRICES  # the default has names of several families
     patterns = [[pattern] for pattern in options["targets"]] if explicit else [options["targets"]]
     for target_patterns in patterns or [[]]:
         if not any(is_target_matrix(name, shape, target_patterns) for name, shape in trained_matrices(facts).items()):

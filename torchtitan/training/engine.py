@@ -393,7 +393,7 @@ class Engine(Run):
     @engine_call
     def load(self, step: int | None = None) -> int:
         """Go back to the newest checkpoint of the run, or to the one of `step`, and to its data. Return its step."""
-        if self.checkpointer is None or not self.checkpointer.can_roll_back():
+        if self.checkpointer is None or not self.checkpointer.prepare_roll_back():
             raise EngineError("load: the run has no checkpoint; set checkpoint.enable, and save one first")
         self._go_back(partial(self.checkpointer.roll_back, step))
         return self.current_step

@@ -100,7 +100,7 @@ def check(config: JobConfig, ranks: Ranks, tokenizer: str, model: ParallelModel)
         fresh = not any((folder / config.checkpoint.folder).glob("step-*"))
         # a resumed run deletes older checkpoints in time, so it is only warned
         (faults if fresh else warnings).extend(
-            check_space(shutil.disk_usage(folder).free, sum(rank_facts.bytes for rank_facts in all_facts) // replicas)
+            space_faults(shutil.disk_usage(folder).free, sum(rank_facts.bytes for rank_facts in all_facts) // replicas)
         )
     (other_jobs,) = distributed.sum_ints(
         bool(all_facts) and len({rank_facts.fingerprints["job"] for rank_facts in all_facts}) > 1
@@ -270,7 +270,8 @@ def differences(jobs: Sequence[Mapping[str, str]], hosts: Sequence[str]) -> list
     return [line for key in keys for line in _table(key, [job.get(key, "not known") for job in jobs], hosts)]
 
 
-def check_space(free: int, needed: int) -> list[str]:
+def space_faults(free: int, needed: int) -> list[str]:
+    """Return a fault if two checkpoints of `needed` bytes do not fit into `free` bytes."""
     if free >= 2 * needed:
         return []
     message = f"{format_bytes(free)} are free in job.dump_folder and two checkpoints take {format_bytes(2 * needed)}"

@@ -173,7 +173,7 @@ def _load(path: Path, model_name: str, step: int) -> tuple[References, dict[str,
             "start again in another job.dump_folder"
         ) from None
     if step:
-        _must_be_the_model_of_before(path, metadata.get(MODEL, model_name), model_name)
+        _refuse_other_model(path, metadata.get(MODEL, model_name), model_name)
     return saved, metadata if step else {IDENTITY: ""} | metadata
 
 
@@ -182,7 +182,7 @@ def _name_of(path: str | None) -> str:
     return "" if path is None else str(Path(path).absolute())
 
 
-def _must_be_the_model_of_before(path: Path, before: str, today: str) -> None:
+def _refuse_other_model(path: Path, before: str, today: str) -> None:
     """Raise JobError if a resumed run names another reference than before."""
     if before != today:
         used = show(before) if before else "unset"

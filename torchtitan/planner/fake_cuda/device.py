@@ -77,8 +77,8 @@ def line_of(frame: FrameType) -> str:
     return f"{shown(path)}:{frame.f_lineno}" if is_place(path) else ""
 
 
-def waits(operation: str) -> None:
-    """The host would wait for the device here. A whole list that is read number by number is one wait."""
+def note_wait(operation: str) -> None:
+    """Note that the host would wait for the device here. A whole list that is read number by number is one wait."""
     frame = frame_of_package()
     if frame is _last[0] and frame.f_lasti == _last[1]:
         return
@@ -105,7 +105,7 @@ class Event:
         return 0.0
 
     def synchronize(self):
-        waits("event")
+        note_wait("event")
 
 
 class Stream:
@@ -133,7 +133,7 @@ class Stream:
         return False
 
     def synchronize(self):
-        waits("stream")
+        note_wait("stream")
 
     def __enter__(self):
         _streams.append(self)
@@ -175,7 +175,7 @@ def _tensor_from_numbers(data: Any, *, device: Any = None, **kwargs: Any) -> tor
     if device is None or torch.device(device).type != "cuda":
         return _tensor(data, **({} if device is None else {"device": device}), **kwargs)
     if not compiled_calls:
-        waits("numbers")
+        note_wait("numbers")
     values = _tensor(data, device="cpu", **kwargs)
     return torch.empty(values.shape, dtype=values.dtype, device=device)
 
@@ -199,7 +199,7 @@ def install() -> None:
         get_device_properties=lambda device=None: Card,
         get_rng_state=lambda device="cuda": torch.zeros(16, dtype=torch.uint8, device="cpu"),
         memory_stats=lambda device=None: defaultdict(int),
-        synchronize=lambda device=None: waits("device"),
+        synchronize=lambda device=None: note_wait("device"),
         **dict.fromkeys(("is_available", "is_initialized", "is_bf16_supported"), lambda *args, **kwargs: True),
         **dict.fromkeys(("set_device", "_lazy_init", "manual_seed", "manual_seed_all", "set_rng_state"), _nothing),
         reset_peak_memory_stats=_nothing,

@@ -45,14 +45,14 @@ class HostWaits(FakeValues):
     def call(self, func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
         name = func.name()
         if name in ("aten::nonzero", "aten::masked_select") and args[0].device.type == "cuda":
-            device.waits("nonzero")
+            device.note_wait("nonzero")
         if name == "aten::index" and any(t is not None and t.dtype == torch.bool for t in args[1]):
-            device.waits("nonzero")
+            device.note_wait("nonzero")
         is_number = name == "aten::_local_scalar_dense" and isinstance(args[0], FakeTensor)
         if is_number and args[0].device.type == "cuda" and not _torch_votes():
-            device.waits("number")
+            device.note_wait("number")
         if name == "c10d::barrier":
-            device.waits("barrier")
+            device.note_wait("barrier")
         if name == "c10d::_allgather_base_":
             device.order.append(("gather", args[0].numel()))
         if name == "c10d::_reduce_scatter_base_":
@@ -69,7 +69,7 @@ class HostWaits(FakeValues):
     @staticmethod
     def _copy(non_blocking: bool) -> None:
         if not non_blocking:
-            device.waits("copy")
+            device.note_wait("copy")
 
 
 def _on_device(args: tuple) -> bool:

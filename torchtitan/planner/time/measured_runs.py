@@ -20,7 +20,7 @@ from torchtitan.job.layout import Layout
 from torchtitan.launcher.run_folder import JOB_FILE, job_of_step, plan_of_start, step_of_start
 from torchtitan.metrics.json_lines import METRICS, Record, is_finite
 from torchtitan.metrics.thinning import read_thinned
-from torchtitan.planner.plan import Plan, Workload, can_be_planned
+from torchtitan.planner.plan import Plan, Workload, planning_obstacle
 from torchtitan.planner.time.messages import FACTORS, PARTS, Calibration, Parts, StepTime
 from torchtitan.planner.time.step_time import UNPUBLISHED_SPREAD, StepTimer
 
@@ -161,7 +161,7 @@ class MeasuredRun:
         if not steps:
             raise JobError(f"{folder}: no step has been logged; give a run that has trained some steps")
         try:
-            reason = can_be_planned(job.model)
+            reason = planning_obstacle(job.model)
         except KeyError:  # of a package that is not installed here
             model = job.config.model
             reason = f"model.name = {model.name!r} with model.flavor = {model.flavor!r}: not known here"

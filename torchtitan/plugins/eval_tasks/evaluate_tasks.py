@@ -98,8 +98,8 @@ class Answers:
                 bar.update()
         return texts
 
-    def refuse_long(self, options: object, where: str) -> tuple[int, list[str]]:
-        """Return `greedy_of(options, where)`. Raises JobError if no token of the prompt would fit the context."""
+    def generation_limits(self, options: object, where: str) -> tuple[int, list[str]]:
+        """Return the most new tokens and the stop strings. Raises JobError if no token of the prompt would fit."""
         most, until = greedy_of(options, where)
         if most >= self.context:
             raise JobError(
@@ -109,7 +109,7 @@ class Answers:
         return most, until
 
     def _generate(self, reader: Any, context: int, text: str, options: object) -> str:
-        most, until = self.refuse_long(options, "a task")
+        most, until = self.generation_limits(options, "a task")
         prompt = self._with_begin_token(self.tokenizer.encode(text))[-(context - most) :]
         kwargs: dict[str, Any] = dict(max_new_tokens=most, context=context, temperature=0, top_k=0, seed=0)
         kwargs["ends"] = self.ends
@@ -164,7 +164,7 @@ def evaluate_tasks(job: ResolvedJob, place: Path, path: Path, limit: int) -> dic
         answers = Answers(model, job.tokenizer(), seq_len, rows, job.model.end_ids(place))
         for name, task in tasks_by_name.items():
             if task.get("output_type", "generate_until") == "generate_until":
-                answers.refuse_long(task.get("generation_kwargs") or {}, name)
+                answers.generation_limits(task.get("generation_kwargs") or {}, name)
         return {"of": str(place), "seq_len": answers.seq_len, "tasks": _measure(answers, tasks, limit)}
 
 
