@@ -92,7 +92,7 @@ def test_every_format_converts_to_every_other_and_back(tmp_path, capsys):
     assert "no tokenizer is written: give the model's tokenizer with --model.tokenizer_path" in output
     (before,), (after,) = ((tmp_path / name).glob("*.safetensors") for name in ("hf", "again"))
     assert before.read_bytes() == after.read_bytes()
-    run_convert(capsys, tmp_path / "a.safetensors", tmp_path / "narrow", "--to", "ours", "--dtype", "bfloat16")
+    run_convert(capsys, tmp_path / "a.safetensors", tmp_path / "narrow", "--to", "native", "--dtype", "bfloat16")
     with (
         open_weights(tmp_path / "narrow", "llama3.1", ARGS) as narrow,
         open_weights(TORCHTITAN_RUN, "llama3.1", ARGS) as wide,
@@ -294,7 +294,7 @@ def test_find_weights_recognizes_every_format(tmp_path, capsys):
     run_convert(capsys, TORCHTITAN_RUN, tmp_path / "hf", *MODEL_OPTIONS)
     run_convert(capsys, tmp_path / "hf", tmp_path / "ours")
     assert find_weights(tmp_path / "hf") == ("hf", tmp_path / "hf")
-    assert find_weights(tmp_path / "ours") == ("ours", tmp_path / "ours")
+    assert find_weights(tmp_path / "ours") == ("native", tmp_path / "ours")
     shutil.copytree(TORCHTITAN_RUN / "step-4", tmp_path / "run/checkpoint/step-20")
     shutil.copytree(TORCHTITAN_RUN / "step-4", tmp_path / "run/checkpoint/step-3")
     assert find_weights(tmp_path / "run") == ("torchtitan", tmp_path / "run/checkpoint/step-20")
@@ -377,7 +377,7 @@ def test_an_unwritable_target_is_refused(tmp_path, capsys):
         assert f"{tmp_path}/{target}: not written: " in errors
 
 
-@pytest.mark.parametrize("to", ["hf", "ours", "file"])
+@pytest.mark.parametrize("to", ["hf", "native", "file"])
 def test_a_conversion_that_fails_leaves_nothing(to, tmp_path, capsys, monkeypatch):
     """The disk is full while the weights are written, or after them, for the small files."""
 
@@ -385,7 +385,7 @@ def test_a_conversion_that_fails_leaves_nothing(to, tmp_path, capsys, monkeypatc
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as patch:
-        patch.setattr("pathlib.Path.write_bytes" if to == "ours" else "os.fsync", full_disk)
+        patch.setattr("pathlib.Path.write_bytes" if to == "native" else "os.fsync", full_disk)
         errors = errors_of_convert(capsys, TORCHTITAN_RUN, tmp_path / "out", "--to", to, *MODEL_OPTIONS)
     assert "out: not written: " in errors and "No space left on device" in errors
     assert list(tmp_path.iterdir()) == []
@@ -393,7 +393,7 @@ def test_a_conversion_that_fails_leaves_nothing(to, tmp_path, capsys, monkeypatc
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-@pytest.mark.parametrize("to", ["ours", "file", "hf"])
+@pytest.mark.parametrize("to", ["native", "file", "hf"])
 def test_one_tensor_at_a_time_is_in_memory(to, tmp_path, capsys, monkeypatch):
     live: set[int] = set()
     peaks = []
@@ -408,4 +408,4 @@ def test_one_tensor_at_a_time_is_in_memory(to, tmp_path, capsys, monkeypatch):
 
     monkeypatch.setattr(Weights.__subclasses__()[1], "full_tensor", tracked_whole)
     run_convert(capsys, TORCHTITAN_RUN, tmp_path / "out", "--to", to, *MODEL_OPTIONS)
-    assert len(peaks) == 30 and max(peaks) <= 1 + (to == "ours")
+    assert len(peaks) == 30 and max(peaks) <= 1 + (to == "native")

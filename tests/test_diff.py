@@ -44,7 +44,7 @@ def flip_a_bit(step_folder: Path, name: str, shards: int = 1) -> float:
 
     `shards`: parts that it was saved in, along its first dimension.
     """
-    with open_tensors("ours", step_folder) as tensors:
+    with open_tensors("native", step_folder) as tensors:
         tensor = tensors.read(name)
     content = jobs.tensor_bytes(tensor[: len(tensor) // shards])
     (file,) = [path for path in step_folder.glob("*.distcp") if content in path.read_bytes()]
@@ -186,7 +186,7 @@ def test_checkpoints_of_sharded_tensors(degree, name, tmp_path, capsys):
 
 
 def read_both(a: Path, b: Path) -> list[torch.Tensor]:
-    with open_tensors("ours", a) as tensors_a, open_tensors("ours", b) as tensors_b:
+    with open_tensors("native", a) as tensors_a, open_tensors("native", b) as tensors_b:
         return [tensors_a.read(NAME), tensors_b.read(NAME)]
 
 

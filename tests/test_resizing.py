@@ -126,11 +126,11 @@ def test_spare_rows_are_removed_and_added(bases, tmp_path, capsys):
         )
         assert config["vocab_size"] == 259 and config[UNTRAINED] == [258] and "suppress_tokens" not in generation
         assert generation["eos_token_id"] == 258 and build_tokenizer(folder).eos_id == 258
-    assert convert(fewer, narrow, "--to", "ours", "--dtype", "bfloat16") == 0 and find_config(narrow)[UNTRAINED] == [
+    assert convert(fewer, narrow, "--to", "native", "--dtype", "bfloat16") == 0 and find_config(narrow)[UNTRAINED] == [
         258
     ]
-    assert convert(narrow, tmp_path / "ours", "--to", "ours", "--vocab-multiple", 64) == 0
-    assert find_weights(tmp_path / "ours")[0] == "ours" and find_config(tmp_path / "ours")["vocab_size"] == 320
+    assert convert(narrow, tmp_path / "ours", "--to", "native", "--vocab-multiple", 64) == 0
+    assert find_weights(tmp_path / "ours")[0] == "native" and find_config(tmp_path / "ours")["vocab_size"] == 320
 
 
 def test_rows_without_a_token_are_never_sampled(bases, tmp_path):

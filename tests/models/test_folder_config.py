@@ -262,7 +262,7 @@ def test_an_embedding_with_other_rows_than_the_vocabulary_names_the_key(tmp_path
 # weights
 
 
-@pytest.mark.parametrize("target", ["hf", "ours", "one.safetensors"])
+@pytest.mark.parametrize("target", ["hf", "native", "one.safetensors"])
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
 def test_weights_that_are_not_finite_are_not_converted(value, target, tmp_path, capsys):
     write(tmp_path / "base", "llama3", LLAMA["llama3"])

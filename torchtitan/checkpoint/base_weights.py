@@ -28,7 +28,7 @@ from torchtitan.config.changes import DEFAULTS, saved_value
 from torchtitan.config.sections.field_types import Precision
 from torchtitan.models.hf.config import unreadable_weights
 
-Kind = Literal["ours", "torchtitan", "hf"]
+Kind = Literal["native", "torchtitan", "hf"]
 THEIR_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
 ALLOWED = "a checkpoint, a folder of them, an export, a folder of Hugging Face or a .safetensors file"
 
@@ -46,12 +46,12 @@ def find_weights(path: Path) -> tuple[Kind, Path]:
             raise NothingLoadable(f"{path}: a file of another kind; give {ALLOWED}")
         return "hf", path
     if (path / MANIFEST).exists():
-        return "ours", path
+        return "native", path
     if (path / METADATA).is_file():
         return "torchtitan", path
     for folder in (path, path / "checkpoint"):
         if step_folders(folder):
-            return "ours", resolve(folder)
+            return "native", resolve(folder)
         if steps := _steps_of_torchtitan(folder):
             return "torchtitan", steps[-1]
     # checked last, because preference training stores reference log-probabilities in such a file
@@ -87,7 +87,7 @@ class Counters(NamedTuple):
 def counters_of(kind: Kind, place: Path) -> Counters | None:
     """Return step and tokens of weights from `find_weights`; None if they are not recorded, e.g. for an export."""
     try:
-        if kind == "ours":
+        if kind == "native":
             record, names = read_state(place)["trainer"], ("step", "tokens")
         else:
             folder = place if place.is_dir() else place.parent
@@ -123,7 +123,7 @@ def describe_base(path: str) -> dict[str, str]:
     of another format, which are read completely.
     """
     kind, place = find_weights(Path(path))
-    if kind == "ours":
+    if kind == "native":
         digest = sha256_of(place / MANIFEST)  # it lists the digests of all other files
     else:
         digest = _digest_of([place] if place.is_file() else _files_of(place, kind))
@@ -185,7 +185,7 @@ def _stays(path: Path) -> bool:
 def base_bytes(path: str) -> int:
     """Return the number of bytes that `describe_base` reads."""
     kind, place = find_weights(Path(path))
-    files = [place / MANIFEST] if kind == "ours" else [place] if place.is_file() else _files_of(place, kind)
+    files = [place / MANIFEST] if kind == "native" else [place] if place.is_file() else _files_of(place, kind)
     return sum(file.stat().st_size for file in files if file.exists())
 
 

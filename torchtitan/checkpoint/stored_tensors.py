@@ -69,7 +69,7 @@ class _HuggingFace(StoredTensors):
 @contextmanager
 def open_tensors(kind: Kind, location: Path) -> Iterator[StoredTensors]:
     """Open the tensors at a location of `base_weights.find_weights`. Raises JobError if they cannot be read."""
-    if kind == "ours":
+    if kind == "native":
         yield _Checkpoint(location)
     elif kind == "torchtitan":
         yield _Torchtitan(location)

@@ -234,7 +234,7 @@ def open_weights(
         optional_names = {name.removeprefix(MODEL) for name in heads.names}
         with hf.stored_weights(location, args, optional_names, ignored_keys) as stored:
             yield _HuggingFaceWeights(stored)
-    elif kind == "ours":
+    elif kind == "native":
         shapes = hf.shapes(args)
         if args.tied_embeddings:
             shapes.pop("output.weight", None)

@@ -8,7 +8,7 @@ import itertools
 import math
 import re
 import textwrap
-from collections.abc import Callable, Collection, Iterable
+from collections.abc import Callable, Collection, Iterable, Mapping
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
@@ -95,11 +95,14 @@ class CommandParser(argparse.ArgumentParser):
 class OneOf:
     """An argument type: one of some names.
 
-    `source`: the names, a function that returns them, or a registry as "module:NAME".
+    `source`: the names, a function that returns them, or a registry as "module:NAME". `aliases`: names of former
+    versions, which are accepted and not offered.
     """
 
-    def __init__(self, source: str | Collection[str] | Callable[[], Collection[str]]) -> None:
-        self._source = source
+    def __init__(
+        self, source: str | Collection[str] | Callable[[], Collection[str]], aliases: Mapping[str, str] | None = None
+    ) -> None:
+        self._source, self._aliases = source, aliases or {}
 
     @property
     def names(self) -> list[str]:
@@ -107,6 +110,7 @@ class OneOf:
         return list(source() if callable(source) else source)
 
     def __call__(self, text: str) -> str:
+        text = self._aliases.get(text, text)
         if text in self.names:
             return text
         near = hint(text, self.names)

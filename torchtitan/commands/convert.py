@@ -1,7 +1,7 @@
 """`torchtitan convert SOURCE TARGET`: convert weights between formats, one tensor at a time.
 
     torchtitan convert outputs/debug model_hf                         a run's newest checkpoint, for other programs
-    torchtitan convert Llama-3.2-1B llama                             a folder of Hugging Face, as an export of ours
+    torchtitan convert Llama-3.2-1B llama                             a folder of Hugging Face, as a native export
     torchtitan convert Llama-3.2-1B llama.safetensors --dtype bfloat16
     torchtitan convert step-1000 model_hf --model.name llama3.1 --model.flavor 8B      torchtitan's own checkpoint
     torchtitan convert Llama-2-7b larger --add-tokens '<|im_start|>' '<|im_end|>' --vocab-multiple 64
@@ -140,7 +140,7 @@ def main(argv: list[str]) -> int:
     kind, place = find_weights(source)
     resizes = bool(options.add_tokens or options.eos_token or options.vocab_multiple)
     form = options.to or (
-        "file" if target.suffix == ".safetensors" else "ours" if kind == "hf" and not resizes else "hf"
+        "file" if target.suffix == ".safetensors" else "native" if kind == "hf" and not resizes else "hf"
     )
     if resizes and form == "file":
         raise JobError(f"{target}: a single file cannot hold the tokenizer that resized weights need; give a folder")
@@ -154,7 +154,7 @@ def main(argv: list[str]) -> int:
             weights, args = Resized(weights, job.model, to), to.args
         dtype = parts.DTYPES[options.dtype] if options.dtype else weights.dtype("tok_embeddings.weight")
         conversion = Conversion(job, place, weights, args, dtype, to)
-        write = {"file": conversion.write_file, "hf": conversion.write_hf, "ours": conversion.write_ours}[form]
+        write = {"file": conversion.write_file, "hf": conversion.write_hf, "native": conversion.write_native}[form]
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             write(target)
@@ -225,7 +225,7 @@ class Conversion:
         with replace_folder(target.resolve(), write=True) as folder:
             hf.save_hf(folder, self._unread_tensors(), self.args, dtype=self.dtype, extra_files=extra_files)
 
-    def write_ours(self, target: Path) -> None:
+    def write_native(self, target: Path) -> None:
         """Write an export of this project, with config.json and tokenizer.
 
         A model that transformers does not support gets the job instead of a config.json.

@@ -172,7 +172,7 @@ def compare_runs(a: Path, b: Path, tolerance: float) -> Comparison:
     compare_steps(result, values_by_step(a), values_by_step(b))
     shared = sorted(checkpoints[0].keys() & checkpoints[1].keys())
     for step in shared:
-        compare_weights(result, ("ours", checkpoints[0][step]), ("ours", checkpoints[1][step]))
+        compare_weights(result, ("native", checkpoints[0][step]), ("native", checkpoints[1][step]))
         result.weights = f"up to step {step}, {shared.index(step) + 1} of {len(shared)} common checkpoints compared"
         if result.tensors or result.only_a or result.only_b:
             break
@@ -295,7 +295,7 @@ def compare_weights(result: Comparison, a: Location, b: Location) -> None:
 
 def option_differences_next_to(a: Location, b: Location) -> list[OptionDifference] | None:
     """Return the differences of two checkpoints' jobs, or of the config.json of two folders."""
-    if a[0] == "ours":
+    if a[0] == "native":
         records = [layout.read_state(folder)["trainer"] for _, folder in (a, b)]
         return option_differences(*(with_shards(record, record.get("degrees")) for record in records))
     config_a, config_b = (find_config(folder) for _, folder in (a, b))
@@ -324,7 +324,7 @@ class NamedWeights(StoredTensors):
 @contextmanager
 def opened_by_our_names(a: Location, b: Location) -> Iterator[tuple[StoredTensors, StoredTensors]]:
     """Open weights of different formats. The sizes are from the job or the config.json next to one of them."""
-    source = next((path for kind, path in (a, b) if kind == "ours"), a[1] if a[0] == "hf" else b[1])
+    source = next((path for kind, path in (a, b) if kind == "native"), a[1] if a[0] == "hf" else b[1])
     model = find_job(source, [], with_tokenizer=False).model
     options, args = model.model, model.args
     shapes = parts.model_spec(model).hf.shapes(args)

@@ -181,7 +181,7 @@ def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
         yield facts.fault(key, "weights", str(error))
         return
     if kind != "hf" and options.initial_load_in_hf:
-        reason = f"{place} is a checkpoint of {'this project' if kind == 'ours' else 'torchtitan'}; leave it out"
+        reason = f"{place} is a checkpoint of {'this project' if kind == 'native' else 'torchtitan'}; leave it out"
         yield facts.fault("checkpoint.initial_load_in_hf", "true with a folder or file of Hugging Face only", reason)
     if kind == "torchtitan" and not options.initial_load_model_only:
         reason = "only the weights of torchtitan's checkpoints are read"
@@ -212,7 +212,7 @@ def reference_is_of_this_model(facts: Facts) -> Iterator[Fault]:
         return
     if kind == "hf" and (place / CONFIG).is_file():
         yield from _other_sizes(facts, place, key)
-    elif kind == "ours":
+    elif kind == "native":
         yield from _sizes_of_another_run(facts, place, key)
 
 

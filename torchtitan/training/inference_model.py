@@ -61,7 +61,7 @@ def available_attention(backend: str, device: torch.device) -> str:
 
 
 def _fill(built: nn.Module, model: JobModel, saving: Saving, step_folder: Path, installed: Adapter | None) -> None:
-    if find_weights(step_folder)[0] != "ours":
+    if find_weights(step_folder)[0] != "native":
         extra_adapter = None if model.adapter.initial_path is None else installed
         fresh = extra_adapter.added_parameters if extra_adapter else ()
         _load_foreign(model, step_folder, [built], fresh)
@@ -145,7 +145,7 @@ def fill_base(model: JobModel, built: nn.Module, installed: Adapter | None) -> N
     assert path is not None  # the rules require it if an adapter is saved alone
     kind, location = find_weights(Path(path))
     fresh, heads = installed.added_parameters if installed else (), parts.trained_heads(model, installed)
-    if kind == "ours":
+    if kind == "native":
         load_model_for_inference(location, built, fresh, heads)
     else:
         _load_foreign(model, location, [built], fresh, {name.removeprefix(MODEL) for name in heads.names})
@@ -171,7 +171,7 @@ def rebuild_initial_model(job: ResolvedJob, model: ParallelModel) -> ParallelMod
         built.initialize()
     else:
         head, (kind, location) = parts.tensor_map(job.model).head, find_weights(Path(path))
-        if kind == "ours" and adapter is not None:  # the checkpoint may hold a trained adapter
+        if kind == "native" and adapter is not None:  # the checkpoint may hold a trained adapter
             raise JobError(
                 f"training.steps: given {job.schedule.steps}; allowed: as many as the run began with, because the "
                 "reference of further pairs cannot be rebuilt from a checkpoint and an adapter; start with more steps "

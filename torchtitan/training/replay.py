@@ -272,7 +272,7 @@ def restore_caches(trainer: Trainer, start: Start) -> None:
         return
     if layout.read_state(start.folder)["trainer"].get("degrees") != dims.all_degrees:
         return
-    with open_tensors("ours", start.folder) as stored:
+    with open_tensors("native", start.folder) as stored:
         prefixes = [f"{ADAPTER_STATE}{ranks_of_sample(number, dims)[0]}." for number in range(dims.dp)]
         names = [name.removeprefix(prefixes[0]) for name in stored.names if name.startswith(prefixes[0])]
         saved = {name: [stored.read(prefix + name) for prefix in prefixes] for name in names}

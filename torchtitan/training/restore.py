@@ -179,7 +179,7 @@ class Restorer:
         head = parts.tensor_map(self.job.model).head
         self.model.initialize(head | adapter.added_parameters if adapter else head)
         kind, location = find_weights(Path(path))
-        if kind == "ours":
+        if kind == "native":
             base_weights.refuse_adapter_alone(location)
             heads = parts.heads(self.job.model)
             checkpointer.initial_load(location, options.initial_load_model_only, options.initial_load_counters, heads)
