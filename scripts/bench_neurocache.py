@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from scripts.bench_timing import take_turns
 from torchtitan.plugins.neurocache.attention import EntryAttention, Retrieved
-from torchtitan.plugins.neurocache.cache import Store, entry_places, nearest, with_neighbours
+from torchtitan.plugins.neurocache.cache import CacheStore, entry_places, nearest, with_neighbours
 from torchtitan.plugins.neurocache.memory import gather_places
-from torchtitan.plugins.neurocache.options import Neurocache
+from torchtitan.plugins.neurocache.options import NeurocacheOptions
 from torchtitan.plugins.neurocache.sizes import cache_bytes, widths
 
 DIM, HEADS = 768, 12
@@ -32,10 +32,10 @@ def full_attention(q: torch.Tensor, history: torch.Tensor) -> torch.Tensor:
 
 
 def read_cache(
-    reading: EntryAttention, q: torch.Tensor, queries: torch.Tensor, store: Store, size: int
+    reading: EntryAttention, q: torch.Tensor, queries: torch.Tensor, store: CacheStore, size: int
 ) -> torch.Tensor:
     """Look up queries [1, S, C] in a full cache of `size` entries and read them with q [1, S, H, E]: [1, S, H, E]."""
-    options, keys = Neurocache(), store.entries[0, "key"]
+    options, keys = NeurocacheOptions(), store.entries[0, "key"]
     counts = torch.tensor([size])
     hits = with_neighbours(nearest(queries, keys, counts, options.topk), options.window, size, counts)
     return reading(q, Retrieved(gather_places(keys, entry_places(hits, size, counts)), hits.exists))
@@ -44,13 +44,13 @@ def read_cache(
 @torch.no_grad()
 def by_size(tokens: int, sizes: tuple[int, ...], pairs: int, repeats: int) -> None:
     """Print memory, speed and time relative to full attention for each cache size."""
-    width = DIM // Neurocache().compression
+    width = DIM // NeurocacheOptions().compression
     reading = EntryAttention(width, HEADS, DIM // HEADS, 2, scrambled=False)
     torch.nn.init.normal_(reading.wk), torch.nn.init.normal_(reading.wv)
     q, queries = torch.randn(1, tokens, HEADS, DIM // HEADS), torch.randn(1, tokens, width)
     for size in sizes:
-        options = Neurocache(cache_size=size, cache_dtype="float32", retrieval_map={"0": 0})
-        store = Store(1, size, [0], widths(options, DIM, False), torch.float32, torch.device("cpu"))
+        options = NeurocacheOptions(cache_size=size, cache_dtype="float32", retrieval_map={"0": 0})
+        store = CacheStore(1, size, [0], widths(options, DIM, False), torch.float32, torch.device("cpu"))
         store.entries[0, "key"].normal_()
         history = torch.randn(1, HEADS, size, DIM // HEADS)
         turns = take_turns(

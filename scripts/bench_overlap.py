@@ -21,7 +21,13 @@ from torch.multiprocessing.spawn import spawn
 
 from torchtitan.parallelisms.pipeline.actions import stage_ranks
 from torchtitan.parallelisms.pipeline.overlap.exchange import SplitSizes
-from torchtitan.parallelisms.pipeline.overlap.segments import CountExchange, Exchange, Program, RecomputePolicy, Segment
+from torchtitan.parallelisms.pipeline.overlap.segments import (
+    CountExchange,
+    Program,
+    RecomputePolicy,
+    RowExchange,
+    Segment,
+)
 from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage
 from torchtitan.parallelisms.pipeline.runtime import build_table
 
@@ -103,9 +109,9 @@ class Layers(nn.Module):
                 Segment("attention", attention, ("x",), ("h",)),
                 Segment("route", self.route, ("h",), ("xs",), light=True),
                 CountExchange(),
-                Exchange("dispatch", "xs", "y"),
+                RowExchange("dispatch", "xs", "y"),
                 Segment("experts", experts, ("y",), ("z",)),
-                Exchange("combine", "z", "zc", back=True),
+                RowExchange("combine", "z", "zc", back=True),
                 Segment("rest", lambda meta, h, zc: h + zc, ("h", "zc"), ("out",), light=True),
             )
             programs.append(Program(f"layers.{layer}", steps))

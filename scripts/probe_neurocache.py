@@ -36,7 +36,7 @@ from torchtitan.datasets.segments import HeldOutSegments  # noqa: E402
 from torchtitan.losses.objective import SummedCrossEntropy, cross_entropies  # noqa: E402
 from torchtitan.plugins.neurocache.adapter import Neurocache  # noqa: E402
 from torchtitan.plugins.neurocache.cache import HitStatistics, PairComparison  # noqa: E402
-from torchtitan.plugins.neurocache.options import Neurocache as Cache  # noqa: E402
+from torchtitan.plugins.neurocache.options import NeurocacheOptions as Cache  # noqa: E402
 from torchtitan.training import inference_model  # noqa: E402
 
 LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+-"

@@ -13,8 +13,8 @@ import pytest
 import torch
 
 from torchtitan.metrics import console, device, plot
-from torchtitan.metrics.json_lines import JsonLines, read_records
-from torchtitan.metrics.logger import LogOptions, MetricsLogger, Workload, tags_of
+from torchtitan.metrics.json_lines import JsonLinesWriter, read_records
+from torchtitan.metrics.logger import LogOptions, MetricsLogger, RunConstants, tags_of
 from torchtitan.metrics.smoothing import smoothed
 
 CPU = torch.device("cpu")
@@ -52,9 +52,9 @@ def build(folder, clock=None, **options) -> MetricsLogger:
         flops_per_token_causal=51.47e9,
     )
     log_options = {field.name: options.pop(field.name) for field in fields(LogOptions) if field.name in options}
-    workload |= {field.name: options.pop(field.name) for field in fields(Workload) if field.name in options}
+    workload |= {field.name: options.pop(field.name) for field in fields(RunConstants) if field.name in options}
     arguments = dict(writes=True, clock=clock or Clock()) | options
-    return MetricsLogger(folder, Workload(**workload), LogOptions(**{"log_freq": 4} | log_options), **arguments)
+    return MetricsLogger(folder, RunConstants(**workload), LogOptions(**{"log_freq": 4} | log_options), **arguments)
 
 
 def train(metrics: MetricsLogger, clock: Clock, first: int, last: int, seconds: float = 0.5) -> None:
@@ -155,7 +155,7 @@ def test_crash_while_rewriting_keeps_the_old_file(tmp_path, monkeypatch):
 
     monkeypatch.setattr("os.fsync", crash)
     with pytest.raises(OSError, match="disk full"):
-        JsonLines(path, 1)
+        JsonLinesWriter(path, 1)
     assert path.read_text() == '{"step": 1}\n{"step": 9}\n'
 
 
@@ -167,7 +167,7 @@ def test_links_are_replaced_and_not_followed(tmp_path, monkeypatch):
         (tmp_path / name).symlink_to(tmp_path / "another's")
     synced = []
     monkeypatch.setattr("os.fsync", lambda descriptor: synced.append(descriptor))
-    JsonLines(path, 1).close()
+    JsonLinesWriter(path, 1).close()
     assert (tmp_path / "another's").read_text() == "theirs"
     assert path.read_text() == '{"step": 1}\n' and len(synced) == 2
     assert (tmp_path / "metrics.redone.jsonl").read_text() == '{"step": 9}\n'
@@ -374,7 +374,7 @@ def test_additional_losses_have_tags():
 
 
 def write_run(path, losses, **changes):
-    file = JsonLines(path, None)
+    file = JsonLinesWriter(path, None)
     for step, loss in enumerate(losses, start=1):
         file.write({"step": step, "loss": loss, "lr": 1e-3 / step, "tokens_per_second": 5000.0} | changes)
     file.close()

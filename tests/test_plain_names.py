@@ -45,6 +45,10 @@ LIMITS: dict[str, tuple[int, int]] = {
 """Room -> (unclear names, fragments) that it still has. Lower them with every file that you clean up."""
 
 
+SHARED_CLASS_NAMES = {"Adapter"}
+"""Public classes of several modules: the section of a job, and what it makes. The set only shrinks."""
+
+
 def bound_names(tree: ast.AST) -> Iterator[str]:
     """Yield every name that a module binds: variables, arguments, functions."""
     for node in ast.walk(tree):
@@ -135,6 +139,16 @@ class Loader:
     def __init__(self, path): self.kind = 1
 ''')
     assert Counter(stale_names(tree)) == {"REST": 1, "strict": 1, "retries": 1}
+
+
+def test_no_two_public_classes_share_a_name():
+    names = Counter(
+        node.name
+        for path in PACKAGE.rglob("*.py")
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.ClassDef) and not node.name.startswith("_")
+    )
+    assert {name for name, count in names.items() if count > 1} == SHARED_CLASS_NAMES
 
 
 def test_the_rules_find_what_they_are_for():

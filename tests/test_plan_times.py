@@ -20,7 +20,7 @@ from torchtitan.planner.memory.closed_form import MemoryPrediction
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.search import Candidate, PipelineTimer
 from torchtitan.planner.time import measured_hardware, measured_runs
-from torchtitan.planner.time.messages import Calibration, Parts, Weights
+from torchtitan.planner.time.messages import Calibration, Parts, WeightCounts
 from torchtitan.planner.time.step_time import StepTimer
 
 CPU = dataclasses.replace(load_hardware("cpu"), devices_per_machine=8)
@@ -150,7 +150,7 @@ def test_an_all_to_all_between_machines_sends_all_its_parts_there():
 def test_quantized_reductions_between_machines_take_two_hops():
     """An all-to-all of all numbers in a machine of 8, then one of an eighth of them with the same GPU of the other."""
     times = timer(load_hardware("h100-80"), reduce_bits=4, reshard=8)
-    weights, messages, blocks = Weights(dense=1e9, experts=0.0), times.messages, times.workload.args.n_layers
+    weights, messages, blocks = WeightCounts(dense=1e9, experts=0.0), times.messages, times.workload.args.n_layers
     size, count = 1e9 * block_bytes(4) / BLOCK, blocks * -(-1e9 // (blocks * PIECE))
     expected = messages.exchange(size, 8, 1, count) + messages.exchange(size / 8, 2, 8, count)
     assert messages.reduce_gradients(Plan(shards=16), weights) == pytest.approx(expected)

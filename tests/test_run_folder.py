@@ -15,7 +15,7 @@ from tests.test_checkpoint_layout import make_step
 from torchtitan.checkpoint import CheckpointError, NothingLoadable, folders, tensors
 from torchtitan.checkpoint.layout import CannotSave
 from torchtitan.launcher import run_folder
-from torchtitan.metrics.json_lines import JsonLines, read_records
+from torchtitan.metrics.json_lines import JsonLinesWriter, read_records
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 anywhere = judged.anywhere
@@ -127,7 +127,7 @@ def test_no_record_of_metrics_is_ever_lost(tmp_path):
     path = tmp_path / "metrics.jsonl"
 
     def write(resume_step, *steps):
-        file = JsonLines(path, resume_step)
+        file = JsonLinesWriter(path, resume_step)
         for step in steps:
             file.write({"step": step})
         file.close()

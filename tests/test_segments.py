@@ -14,10 +14,10 @@ from torchtitan.parallelisms.pipeline.overlap.segments import (
     COMPUTE,
     ISSUE,
     CountExchange,
-    Exchange,
     NodeLists,
     Program,
     RecomputePolicy,
+    RowExchange,
     Segment,
     in_order,
     interleave,
@@ -46,9 +46,9 @@ def moe_program(name="b"):
             Segment("attention", first_tensor, ("x",), ("h",)),
             Segment("route", first_tensor, ("h",), ("xs", "w"), light=True),
             CountExchange(),
-            Exchange("dispatch", "xs", "y"),
+            RowExchange("dispatch", "xs", "y"),
             Segment("experts", first_tensor, ("y",), ("z",)),
-            Exchange("combine", "z", "zc", back=True),
+            RowExchange("combine", "z", "zc", back=True),
             Segment("rest", first_tensor, ("h", "w", "zc"), ("out",), light=True),
         ),
     )
@@ -67,7 +67,7 @@ def node_texts(nodes):
         ((Segment("a", first_tensor, ("y",), ("out",)),), "needs 'y'"),
         ((Segment("a", first_tensor, ("x",), ("x",)),), "a second time"),
         ((Segment("a", first_tensor, ("x",), ("y",)),), "no step makes the output 'out'"),
-        ((Exchange("a", "x", "out"), Segment("b", first_tensor, ("x",), ("out",))), "a second time"),
+        ((RowExchange("a", "x", "out"), Segment("b", first_tensor, ("x",), ("out",))), "a second time"),
     ],
 )
 def test_a_program_with_a_wrong_name_is_refused(steps, message):

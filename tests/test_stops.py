@@ -15,7 +15,7 @@ from torchtitan.config import manager
 from torchtitan.core.machine_errors import MachineError
 from torchtitan.datasets.sources import DataError
 from torchtitan.guards import NonFiniteError
-from torchtitan.metrics.json_lines import JsonLines, read_records
+from torchtitan.metrics.json_lines import JsonLinesWriter, read_records
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.batches import PeerStopped
 from torchtitan.training.trainer import Trainer
@@ -212,7 +212,7 @@ class Disk:
 
 
 def test_rows_are_buffered_while_the_disk_is_full(tmp_path, caplog):
-    lines = JsonLines(tmp_path / "metrics.jsonl", None)
+    lines = JsonLinesWriter(tmp_path / "metrics.jsonl", None)
     disk = lines._file = Disk(space=30)
     with caplog.at_level(logging.INFO, logger="torchtitan"):
         for step in range(1, 5):

@@ -21,7 +21,7 @@ from tests.test_metrics import build
 from torchtitan.metrics.logger import histogram
 from torchtitan.metrics.trackers import interface
 from torchtitan.metrics.trackers.aim import Aim
-from torchtitan.metrics.trackers.interface import Run, TrackerThread
+from torchtitan.metrics.trackers.interface import TrackedRun, TrackerThread
 from torchtitan.metrics.trackers.mlflow import MLflow, allowed_name
 from torchtitan.metrics.trackers.tensorboard import TensorBoard
 from torchtitan.metrics.trackers.wandb import WeightsAndBiases
@@ -136,8 +136,8 @@ def test_a_failing_tensorboard_changes_no_loss(tmp_path):
 JOB = {"training": {"steps": 2, "shuffle": True, "sources": [{"weight": 1.0}]}, "optimizer": {"lr": 0.5}}
 
 
-def run_description(folder: Path, resume_step: int | None = None, job: dict | None = None) -> Run:
-    return Run(folder, folder / "tb", resume_step, "a job", job or {})
+def run_description(folder: Path, resume_step: int | None = None, job: dict | None = None) -> TrackedRun:
+    return TrackedRun(folder, folder / "tb", resume_step, "a job", job or {})
 
 
 def test_tensorboard_shows_a_resumed_run_as_one(tmp_path):
@@ -193,7 +193,7 @@ def test_tensorboard_holds_the_job(tmp_path):
 def test_wandb_continues_its_run(tmp_path, monkeypatch):
     calls = []
 
-    class Run:
+    class TrackedRun:
         def __init__(self, **options):
             calls.append(options)
             self.id = options["id"] or f"run{len(calls)}"
@@ -204,7 +204,7 @@ def test_wandb_continues_its_run(tmp_path, monkeypatch):
         def finish(self):
             calls.append("finish")
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Run))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=TrackedRun))
     job = {"job": {"tags": ["warm", "9m"]}, "training": {"steps": 2}}
     for resume_step, expected_id in ((None, None), (5, "run1"), (None, None)):
         calls_before = len(calls)
@@ -219,7 +219,7 @@ def test_wandb_continues_its_run(tmp_path, monkeypatch):
 def test_wandb_keeps_the_first_value_of_a_repeated_step(tmp_path, monkeypatch):
     logged = {}
 
-    class Run:
+    class TrackedRun:
         id = "run1"
 
         def __init__(self, **options):
@@ -229,7 +229,7 @@ def test_wandb_keeps_the_first_value_of_a_repeated_step(tmp_path, monkeypatch):
             if step > max(logged, default=0):  # as in wandb: steps only grow, and late records are ignored
                 logged[step] = values
 
-    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=Run))
+    monkeypatch.setitem(sys.modules, "wandb", types.SimpleNamespace(init=TrackedRun))
     tracker = WeightsAndBiases(run_description(tmp_path))
     for step, loss in ((1, 4.0), (2, 3.0), (2, 3.5), (3, 2.0)):
         tracker.log({"loss": loss}, step)

@@ -13,7 +13,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.launcher.lock import hold_lock, this_process
 from torchtitan.launcher.run_folder import describe_run_end
 from torchtitan.metrics import run_end
-from torchtitan.metrics.json_lines import JsonLines, read_records
+from torchtitan.metrics.json_lines import JsonLinesWriter, read_records
 from torchtitan.metrics.run_end import RunEnd, cause_of, describe_end, describe_last_end, end_of, read_end, record_end
 from torchtitan.process import exit as exit_codes
 
@@ -92,12 +92,12 @@ def test_a_full_disk_has_no_consequence(tmp_path, monkeypatch):
 def test_rows_after_an_end_belong_to_the_next_start(tmp_path):
     write(tmp_path, STEP)
     record_end(tmp_path, RunEnd(143, step=7))
-    JsonLines(tmp_path / "metrics.jsonl", resume_step=7).write({"step": 8, "loss": 1.0})
+    JsonLinesWriter(tmp_path / "metrics.jsonl", resume_step=7).write({"step": 8, "loss": 1.0})
     records = read_records(tmp_path / "metrics.jsonl")
     assert [record["step"] for record in records] == [7, 7, 8] and end_of(records) is None
     assert end_of(records[:2]) is not None
     record_end(tmp_path, RunEnd(1, step=9))  # the steps up to 9 are made again
-    JsonLines(tmp_path / "metrics.jsonl", resume_step=7)
+    JsonLinesWriter(tmp_path / "metrics.jsonl", resume_step=7)
     assert [record["step"] for record in read_records(tmp_path / "metrics.jsonl")] == [7, 7]
 
 
@@ -107,7 +107,7 @@ def test_rows_after_an_end_belong_to_the_next_start(tmp_path):
 )
 def test_a_new_run_appends_to_no_file_of_another_program_or_cut_off_line(content, tmp_path):
     (tmp_path / "metrics.jsonl").write_bytes(content)
-    lines = JsonLines(tmp_path / "metrics.jsonl", None)
+    lines = JsonLinesWriter(tmp_path / "metrics.jsonl", None)
     lines.write(STEP)
     lines.close()
     assert read_records(tmp_path / "metrics.jsonl") == [STEP]
@@ -117,10 +117,10 @@ def test_a_new_run_appends_to_no_file_of_another_program_or_cut_off_line(content
 def test_starts_that_failed_at_once_leave_no_earlier_file_behind(tmp_path):
     for _ in range(2):
         record_end(tmp_path, RunEnd(2, reason="no data"))
-    JsonLines(tmp_path / "metrics.jsonl", None).write(STEP)
+    JsonLinesWriter(tmp_path / "metrics.jsonl", None).write(STEP)
     assert [record.get("event") for record in read_records(tmp_path / "metrics.jsonl")] == ["end", "end", None]
     assert [path.name for path in tmp_path.iterdir()] == ["metrics.jsonl"]
-    JsonLines(tmp_path / "metrics.jsonl", None)
+    JsonLinesWriter(tmp_path / "metrics.jsonl", None)
     assert (tmp_path / "metrics.previous.jsonl").exists()
 
 

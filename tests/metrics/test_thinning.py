@@ -10,7 +10,7 @@ import pytest
 
 from torchtitan.commands import report, sweep
 from torchtitan.metrics import thinning
-from torchtitan.metrics.json_lines import JsonLines, iterate_records, read_records
+from torchtitan.metrics.json_lines import JsonLinesWriter, iterate_records, read_records
 from torchtitan.metrics.smoothing import EXTREME, smoothed, smoothed_losses
 from torchtitan.metrics.thinning import MOST_GROUPS, Thinner, read_thinned
 
@@ -99,12 +99,12 @@ def test_a_sweep_names_the_step_at_which_the_loss_of_a_long_run_was_lost(tmp_pat
 def test_a_resume_of_a_long_run_moves_later_records_without_holding_them(tmp_path):
     path = write(tmp_path / "metrics.jsonl", ({"step": step, "loss": 1.0} for step in range(1, 20_001)))
     tracemalloc.start()
-    JsonLines(path, 15_000).close()
+    JsonLinesWriter(path, 15_000).close()
     size = tracemalloc.get_traced_memory()[1]
     tracemalloc.stop()
     assert size < 2**20
     assert [row["step"] for row in iterate_records(path)] == list(range(1, 15_001))
     redone = tmp_path / "metrics.redone.jsonl"
     assert [row["step"] for row in iterate_records(redone)] == list(range(15_001, 20_001))
-    JsonLines(path, 15_000).close()
+    JsonLinesWriter(path, 15_000).close()
     assert len(read_records(redone)) == 5000 and len(read_records(path)) == 15_000

@@ -11,8 +11,15 @@ from torchtitan.core.initialization import clean_name
 from torchtitan.models.decoding import reader_for
 from torchtitan.parallelisms.parallelize import apply_activation_checkpoint
 from torchtitan.plugins.neurocache.attention import EntryAttention, Retrieved, shift_tokens
-from torchtitan.plugins.neurocache.cache import EntryAges, Segment, Store, entry_places, nearest, with_neighbours
-from torchtitan.plugins.neurocache.options import Neurocache as Cache
+from torchtitan.plugins.neurocache.cache import (
+    CacheSegment,
+    CacheStore,
+    EntryAges,
+    entry_places,
+    nearest,
+    with_neighbours,
+)
+from torchtitan.plugins.neurocache.options import NeurocacheOptions as Cache
 from torchtitan.plugins.neurocache.sizes import added_parameters, cache_bytes
 
 
@@ -101,7 +108,7 @@ def test_a_window_adds_the_neighbours_of_a_hit(window, offsets, count):
 def test_lru_retains_the_entries_used_last():
     """The reference is a dictionary per lane: number of the entry -> time of its last store or hit."""
     lanes, size, length, layer = 2, 12, 4, 5
-    store = Store(lanes, size, [layer], {"key": 1}, torch.float32, torch.device("cpu"), "lru")
+    store = CacheStore(lanes, size, [layer], {"key": 1}, torch.float32, torch.device("cpu"), "lru")
     last_used: list[dict[int, int]] = [{} for _ in range(lanes)]
     number = itertools.count(1)
     for time in range(1, 13):
@@ -124,7 +131,7 @@ def test_lru_retains_the_entries_used_last():
             for entry, _ in sorted(last_used[lane].items(), key=lambda item: item[1])[: max(0, surplus)]:
                 del last_used[lane][entry]
             last_used[lane] |= dict.fromkeys(new, time)
-        store.commit(Segment(slice(0, lanes), counts, filled, {(layer, "key"): states}, {layer: hits}))
+        store.commit(CacheSegment(slice(0, lanes), counts, filled, {(layer, "key"): states}, {layer: hits}))
         for lane in range(lanes):
             entries = store.entries[layer, "key"][lane, : store.counts[lane], 0].tolist()
             assert entries == list(map(float, last_used[lane]))
@@ -355,8 +362,8 @@ def test_invalid_options_are_refused(options, message):
 
 def test_a_segment_that_is_longer_than_the_cache_is_refused():
     """Two of its tokens would share one entry, and which of them is stored would be undefined."""
-    store = Store(1, 4, [0], {"key": 1}, torch.float32, torch.device("cpu"))
-    segment = Segment(slice(0, 1), store.counts.clone(), torch.tensor([5]), {(0, "key"): torch.ones(1, 5, 1)}, {})
+    store = CacheStore(1, 4, [0], {"key": 1}, torch.float32, torch.device("cpu"))
+    segment = CacheSegment(slice(0, 1), store.counts.clone(), torch.tensor([5]), {(0, "key"): torch.ones(1, 5, 1)}, {})
     with pytest.raises(AssertionError, match="two tokens of a segment"):
         store.commit(segment)
 

@@ -17,7 +17,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.models.llama.model import tensor_map
 from torchtitan.plugins.neurocache import authors_format
 from torchtitan.plugins.neurocache.authors_format import CONFIG, WEIGHTS, differences
-from torchtitan.plugins.neurocache.options import Neurocache as Options
+from torchtitan.plugins.neurocache.options import NeurocacheOptions as Options
 
 HOW = dict(layers=4, retrieval_map={"1": 2}, attention_layers=[1, 3], beside="lora")
 LOW_RANK = dict(rank=2, alpha=4.0, target=["*feed_forward.w2"], layers=[1, 3])

@@ -18,7 +18,7 @@ from torchtitan.models.flops import FlopsPerToken
 from torchtitan.models.spec import MODELS
 from torchtitan.plugins.neurocache.attention import CachedAttention
 from torchtitan.plugins.neurocache.cache import UNKNOWN, compare_pairs, pairs
-from torchtitan.plugins.neurocache.options import Neurocache as Cache
+from torchtitan.plugins.neurocache.options import NeurocacheOptions as Cache
 from torchtitan.plugins.neurocache.sizes import cache_bytes, cache_flops
 from torchtitan.rules import check
 

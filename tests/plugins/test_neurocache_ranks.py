@@ -12,9 +12,16 @@ from tests.test_combinations import run_row
 from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.tensor_parallel import RegionBorder
 from torchtitan.plugins.neurocache import memory
-from torchtitan.plugins.neurocache.cache import CacheShard, Segment, Store, entry_places, nearest, with_neighbours
+from torchtitan.plugins.neurocache.cache import (
+    CacheSegment,
+    CacheShard,
+    CacheStore,
+    entry_places,
+    nearest,
+    with_neighbours,
+)
 from torchtitan.plugins.neurocache.memory import gather_places
-from torchtitan.plugins.neurocache.options import Neurocache as Cache
+from torchtitan.plugins.neurocache.options import NeurocacheOptions as Cache
 from torchtitan.plugins.neurocache.sizes import cache_bytes
 
 CACHE = dict(adapter="neurocache", accumulation=4, precision="float64")
@@ -54,7 +61,7 @@ def read_store(size: int, similarity: str, ranks: int) -> tuple[list, list, int]
     generator = torch.Generator().manual_seed(0)
     border = RegionBorder(init_device_mesh("cpu", (ranks,)), sequence=False) if ranks > 1 else None
     share, layer, device = CacheShard(border), 3, torch.device("cpu")
-    store = Store(2, size, [layer], {"key": 4}, torch.float32, device, share=share)
+    store = CacheStore(2, size, [layer], {"key": 4}, torch.float32, device, share=share)
     ages, rows = [], []
     for segment in range(6):
         states = torch.randint(-1, 2, (2, 7, 4), generator=generator).float()
@@ -69,7 +76,7 @@ def read_store(size: int, similarity: str, ranks: int) -> tuple[list, list, int]
         filled = torch.tensor([7, 1 + segment])
         begins = torch.tensor([False, segment == 3])
         counts = store.counts.masked_fill(begins, 0)
-        store.commit(Segment(slice(0, 2), counts, filled, {(layer, "key"): states}, {}))
+        store.commit(CacheSegment(slice(0, 2), counts, filled, {(layer, "key"): states}, {}))
     return ages, rows, store.bytes
 
 
@@ -88,4 +95,4 @@ def test_a_cache_size_that_ranks_do_not_divide_is_refused():
     """Jobs are checked before they start; `torchtitan generate --ranks` may have another number of ranks."""
     share = CacheShard(SimpleNamespace(rank=0, size=3))
     with pytest.raises(JobError, match='cache_size: given 16; allowed: a multiple of 3 ranks; write 15, or .* "none"'):
-        Store(1, 16, [0], {"key": 1}, torch.float32, torch.device("cpu"), share=share)
+        CacheStore(1, 16, [0], {"key": 1}, torch.float32, torch.device("cpu"), share=share)

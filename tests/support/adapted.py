@@ -14,7 +14,7 @@ from torchtitan.config.sections.adapter import Adapter as Options
 from torchtitan.core.initialization import Normal, draw
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.plugins.neurocache.adapter import Neurocache
-from torchtitan.plugins.neurocache.options import Neurocache as Cache
+from torchtitan.plugins.neurocache.options import NeurocacheOptions as Cache
 
 _SMALL = Options(rank=4, alpha=8.0, target=["all-linear", "output"])
 

@@ -9,7 +9,7 @@ from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.opt.model import OPT as OPTModel
 from torchtitan.plugins.neurocache.adapter import Neurocache
-from torchtitan.plugins.neurocache.options import Neurocache as Cache
+from torchtitan.plugins.neurocache.options import NeurocacheOptions as Cache
 
 FAMILIES = {
     "llama": (Llama, LLAMA["llama3"]),

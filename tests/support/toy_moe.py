@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from torchtitan.parallelisms.pipeline.overlap.exchange import SplitSizes
-from torchtitan.parallelisms.pipeline.overlap.segments import CountExchange, Exchange, Program
+from torchtitan.parallelisms.pipeline.overlap.segments import CountExchange, Program, RowExchange
 from torchtitan.parallelisms.steps import Notes, Segment
 
 VOCAB, DIM, EXPERTS, TOP = 11, 8, 4, 2
@@ -118,10 +118,10 @@ class Block(nn.Module):
                 Segment("mix", self.mix, ("x",), ("h",)),
                 Segment("route", self.route, ("h",), ("xs", "w"), losses=("balance",)),
                 CountExchange(),
-                Exchange("dispatch", "xs", "y"),
+                RowExchange("dispatch", "xs", "y"),
                 Segment("shared", self.shared_expert, ("h",), ("s",)),
                 Segment("experts", self.compute, ("y",), ("z",)),
-                Exchange("combine", "z", "zc", back=True),
+                RowExchange("combine", "z", "zc", back=True),
                 Segment("finish", self.finish, ("h", "s", "w", "zc"), ("out",), light=True),
             )
         return Program(f"layers.{self.number}", steps)
@@ -164,7 +164,7 @@ def plain_forward(part: Part, tokens: torch.Tensor, labels: torch.Tensor) -> tup
         for step in program.steps:
             if isinstance(step, CountExchange):
                 meta["sizes"] = SplitSizes(meta["counts"][None], [], [])
-            elif isinstance(step, Exchange):
+            elif isinstance(step, RowExchange):
                 values[step.target] = values[step.source]
             else:
                 out = step.run(meta, *(values[name] for name in step.inputs))

@@ -26,7 +26,7 @@ from torchtitan.guards import NonFiniteError, ReplicasDiffer, RollBack
 from torchtitan.process.exit import REFUSED
 from torchtitan.process.ranks import read_ranks
 from torchtitan.rules import check
-from torchtitan.training.callbacks import Callbacks, callbacks_of
+from torchtitan.training.callbacks import CallbackRunner, callbacks_of
 from torchtitan.training.trainer import Trainer
 
 SHORT = dict(training__steps=4, lr_scheduler__decay_type="constant", lr_scheduler__warmup_steps=0)
@@ -401,7 +401,7 @@ def test_state_that_cannot_be_saved_is_refused_before_anything_is_written(kind, 
 def test_foreign_state_in_a_checkpoint_is_refused_in_a_sentence(values, dtype, sentence):
     model = SimpleNamespace(parts=[], named_parameters=lambda: [("w", torch.ones(2))])
     with pytest.raises(CheckpointError, match=sentence):
-        Callbacks(model, {"a": Quiet()}).targets(values, {"callback.a.weights.w": TensorEntry(dtype, [2])})
+        CallbackRunner(model, {"a": Quiet()}).targets(values, {"callback.a.weights.w": TensorEntry(dtype, [2])})
 
 
 def failure_of(argv, *callbacks):
@@ -476,7 +476,7 @@ def test_an_end_by_a_guard_stays_one_in_a_hook(kind):
             raise kind("damaged")
 
     with pytest.raises(kind, match="^damaged$"):
-        Callbacks(None, {"a": Saves()}).run("after_step", None)
+        CallbackRunner(None, {"a": Saves()}).run("after_step", None)
 
 
 def test_a_number_of_another_name_is_added_and_a_logged_one_stays():
@@ -492,15 +492,15 @@ def test_a_number_of_another_name_is_added_and_a_logged_one_stays():
         def on_log(self, metrics):
             metrics["note"] = "x"
 
-    assert Callbacks(None, {"a": Adds()}).on_log({"loss": 4.0}) == {"half": 2.0}
+    assert CallbackRunner(None, {"a": Adds()}).on_log({"loss": 4.0}) == {"half": 2.0}
     for callback, text in ((Changes(), "on_log changes loss"), (Texts(), "on_log adds 'note' of type str")):
         with pytest.raises(CallbackError, match=text):
-            Callbacks(None, {"a": callback}).on_log({"loss": 4.0})
+            CallbackRunner(None, {"a": callback}).on_log({"loss": 4.0})
 
 
 def test_after_backward_of_a_program_is_refused_with_steps_in_backward():
     with pytest.raises(CallbackError, match="callback a: after_backward has no gradients"):
-        Callbacks(None, {"a": Quiet()}, steps_in_backward=True)
+        CallbackRunner(None, {"a": Quiet()}, steps_in_backward=True)
 
 
 ON_ONE_RANK = """

@@ -16,10 +16,10 @@ from torchtitan.job import ResolvedJob
 from torchtitan.job.model import JobModel
 from torchtitan.launcher import run_folder
 from torchtitan.metrics.device import Profiler
-from torchtitan.metrics.logger import LogOptions, MetricsLogger, Workload
+from torchtitan.metrics.logger import LogOptions, MetricsLogger, RunConstants
 from torchtitan.metrics.stragglers import BlockTimer, Stragglers
 from torchtitan.metrics.trackers import TRACKERS
-from torchtitan.metrics.trackers.interface import Run, TrackerThread
+from torchtitan.metrics.trackers.interface import TrackedRun, TrackerThread
 from torchtitan.optimizers.build import Optimizers
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.parallelisms.plan import match_blocks
@@ -37,7 +37,7 @@ def trackers(job: ResolvedJob, ranks: Ranks, resumed_from: int | None) -> list[T
     options, folder = config.metrics, Path(config.job.dump_folder)
     events = folder / options.save_tb_folder
     events = events / f"rank_{ranks.rank}" if options.save_for_all_ranks else events
-    run = Run(folder, events, resumed_from, config.job.description, as_dict(config))
+    run = TrackedRun(folder, events, resumed_from, config.job.description, as_dict(config))
     kinds = [TRACKERS[name] for name in trackers_of(config.metrics).values()]
     chosen = [kind for kind in kinds if ranks.is_main or (kind.runs_on_all_ranks and options.save_for_all_ranks)]
     return [TrackerThread(kind.name, partial(kind, run)) for kind in chosen]
@@ -71,7 +71,7 @@ def metrics(
     flops = model_spec(job.model).flops_per_token(args, training.seq_len)
     if installed is not None:
         flops = installed.flops_per_token(flops, args.num_matmul_parameters, training.seq_len)
-    workload = Workload(
+    workload = RunConstants(
         total_steps=training.steps,
         device=device,
         compute_dtype=ModelBuilder(job).parallel_options().param_dtype,

@@ -33,9 +33,9 @@ from torchtitan.checkpoint.layout import (
 from torchtitan.checkpoint.loading import (
     NO_HEADS,
     AdapterState,
+    CheckpointSource,
     Heads,
     LoadTargets,
-    Source,
     claim,
     complete_steps,
     load_tensors,
@@ -378,7 +378,7 @@ class Checkpointer:
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
             raise NotFinite(f"{origin}: {names[0]}{more} holds NaN or infinity, from which no training comes back")
 
-    def _restore(self, source: Source, with_state: bool, heads: Heads = NO_HEADS) -> None:
+    def _restore(self, source: CheckpointSource, with_state: bool, heads: Heads = NO_HEADS) -> None:
         judge = partial(self.hooks.before_load, source.state["trainer"], not with_state)
         self.main_peers.agree(f"comparing the job with that of {source.folder.name}", judge)
         with_optimizer, with_data = (with_state and part not in self.excluded for part in ("optimizer", "dataloader"))

@@ -24,7 +24,7 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class Source:
+class CheckpointSource:
     """A checkpoint folder that all ranks have found complete and undamaged."""
 
     folder: Path
@@ -33,10 +33,10 @@ class Source:
     index: Metadata
 
 
-def open_checkpoint(folder: Path, peers: Peers) -> Source:
+def open_checkpoint(folder: Path, peers: Peers) -> CheckpointSource:
     """Validate a folder; the ranks share the hashing. Raises `CheckpointError` on all ranks or on none."""
 
-    def judge() -> Source:
+    def judge() -> CheckpointSource:
         manifest = layout.read_manifest(folder)
         share = sorted(manifest.files)[peers.rank :: peers.size]
         layout.check_sizes(folder, manifest, share)
@@ -50,7 +50,7 @@ def open_checkpoint(folder: Path, peers: Peers) -> Source:
                 raise CheckpointError(f"{layout.STATE} is of step {step}, its folder of {manifest.step}")
         if len(state["ranks"]) == peers.size:
             state["ranks"][peers.rank] |= layout.read_rank_state(folder, manifest, peers.rank)
-        return Source(folder, manifest, state, index)
+        return CheckpointSource(folder, manifest, state, index)
 
     return peers.agree(f"checking {folder.name}", judge)
 
@@ -95,7 +95,7 @@ class LoadTargets:
     stores: Mapping[str, Store] = field(default_factory=dict)
     """Tensors packed in the model but plain in the checkpoint, by their names in the checkpoint."""
 
-    def unpack(self, parts: Iterable[nn.Module], source: Source) -> None:
+    def unpack(self, parts: Iterable[nn.Module], source: CheckpointSource) -> None:
         """Request plain tensors instead of packed ones if the checkpoint has no packed ones."""
         packed = {MODEL + name for part in parts for name in packed_names(part)} & self.tensors.keys()
         if packed and packed.isdisjoint(source.manifest.tensors):
@@ -104,7 +104,7 @@ class LoadTargets:
 
 
 def load_tensors(
-    source: Source,
+    source: CheckpointSource,
     live: LoadTargets,
     peers: Peers,
     *,
@@ -194,7 +194,7 @@ class AdapterState:
         """Return this rank's tensors by their names in a checkpoint."""
         return {f"{ADAPTER_STATE}{rank}.{name}": tensor for name, tensor in self.tensors().items()}
 
-    def restore_targets(self, source: Source, peers: Peers) -> tuple[Tensors, tuple[str, ...]]:
+    def restore_targets(self, source: CheckpointSource, peers: Peers) -> tuple[Tensors, tuple[str, ...]]:
         """Return the tensors that this rank restores from a checkpoint, and the name prefix of all ranks' tensors.
 
         Both are empty unless all ranks restore theirs. Every rank calls it.

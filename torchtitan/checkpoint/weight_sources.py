@@ -24,7 +24,7 @@ from torchtitan.checkpoint import safe_unpickle
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.layout import METADATA, MODEL, CheckpointError, read_bytes
-from torchtitan.checkpoint.loading import NO_HEADS, Heads, Source, open_checkpoint
+from torchtitan.checkpoint.loading import NO_HEADS, CheckpointSource, Heads, open_checkpoint
 from torchtitan.checkpoint.storage import CheckedReader, read_tensors, translated_errors
 from torchtitan.checkpoint.tensors import differences, entries, not_finite
 from torchtitan.core.errors import JobError
@@ -141,7 +141,7 @@ class NativeWeights(Weights):
 
     def __init__(self, folder: Path, templates: Mapping[str, torch.Tensor], heads: Heads = NO_HEADS):
         self.peers = Peers("weights")
-        self.source: Source = open_checkpoint(folder, self.peers)
+        self.source: CheckpointSource = open_checkpoint(folder, self.peers)
         self.step, self.templates = self.source.manifest.step, templates
         heads = heads.replaced(self.source.manifest.tensors)
         saved = {name: e for name, e in self.source.manifest.tensors.items() if name.startswith(MODEL)}

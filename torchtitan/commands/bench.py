@@ -93,7 +93,7 @@ def main(argv: list[str]) -> int:
     if options.plot:
         check_format(Path(options.plot))
     cases = list(combinations("--sweep", options.sweep))
-    jobs = list(map(Measured, cases, checked_configs(cases, job_args, options)))
+    jobs = list(map(BenchCase, cases, checked_configs(cases, job_args, options)))
     try:
         with Path(options.out).open("a") as file, exiting_on_stop_signals():
             rows = [append_row(file, row) for row in measure(jobs, options)]
@@ -171,7 +171,7 @@ def schedule_of(scheduler: LRScheduler, relora: Relora, steps: int) -> LRSchedul
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class BenchCase:
     """A combination of options, and its job."""
 
     case: dict[str, str]
@@ -196,7 +196,7 @@ class Measured:
         return {"options": self.case, "ranks": options.ranks, **model, **result}
 
 
-def measure(jobs: list[Measured], options: argparse.Namespace) -> Iterator[Row]:
+def measure(jobs: list[BenchCase], options: argparse.Namespace) -> Iterator[Row]:
     """Measure each combination; print and yield its result row."""
     cases = [job.case for job in jobs]
     widths = {key: max(len(key), *(len(case[key]) for case in cases)) for key in cases[0]}

@@ -73,7 +73,7 @@ def main(argv: list[str]) -> int:
 
 
 @dataclass
-class Verdict:
+class JobVerdict:
     """The result for one job. `memory`: lines of the estimate. `failure`: why its step fails, if it does."""
 
     job: str
@@ -101,19 +101,19 @@ class Verdict:
         }
 
 
-def _judged(argv: list[str], options: argparse.Namespace) -> Verdict:
+def _judged(argv: list[str], options: argparse.Namespace) -> JobVerdict:
     """Judge one job."""
     try:
         facts = load_valid(argv, options.world_size, options.device)
     except ConfigError as error:
-        return Verdict(" + ".join(argv[1::2][: argv.count("--job.config_file")]), None, error.faults, [])
+        return JobVerdict(" + ".join(argv[1::2][: argv.count("--job.config_file")]), None, error.faults, [])
     ends = end_token_line(facts)
     warnings = [facts.notice] if facts.notice else []
     warnings += [ends] if ends.startswith("0 ") else []
-    return Verdict(" + ".join(facts.config.job.config_file) or "the default job", facts, [], warnings)
+    return JobVerdict(" + ".join(facts.config.job.config_file) or "the default job", facts, [], warnings)
 
 
-def _look_further(argv: list[str], facts: Facts, verdict: Verdict, options: argparse.Namespace) -> None:
+def _look_further(argv: list[str], facts: Facts, verdict: JobVerdict, options: argparse.Namespace) -> None:
     """Predict the memory of a job without faults, and print its summary. The prediction shows if the step fails."""
     config = facts.config
     # nothing follows a printed job, so that it can be read as a file

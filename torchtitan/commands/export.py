@@ -52,7 +52,7 @@ MAX_TOKENS = 128
 UNVERIFIED = 1
 
 
-class Sample(NamedTuple):
+class ExampleBatch(NamedTuple):
     """Tokens and labels, each [1, S]."""
 
     tokens: torch.Tensor
@@ -125,7 +125,7 @@ def export(job: ResolvedJob, step_folder: Path, target: Path, dtype: str, into_u
 
 
 def write(
-    job: ResolvedJob, step_folder: Path, folder: Path, dtype: str, into_unpacked: bool, sample: Sample
+    job: ResolvedJob, step_folder: Path, folder: Path, dtype: str, into_unpacked: bool, sample: ExampleBatch
 ) -> tuple[Answer, str]:
     """Write the weights. Return the run's answer to the sample, and the base that its adapter was merged into."""
     extra_files = parts.hf_extra_files(job.model, job.tokenizer(), dtype)
@@ -144,7 +144,7 @@ def write(
     return run_answer, into
 
 
-def answer(model: nn.Module, weights: Weights, tied: bool, sample: Sample) -> Answer:
+def answer(model: nn.Module, weights: Weights, tied: bool, sample: ExampleBatch) -> Answer:
     """Compute the logits of a sample, and the mean loss of its labels, with one layer in memory at a time."""
     with stored_run.layers_on_demand(model.eval(), weights, tied):
         logits = model(sample.tokens)[0].float()
@@ -177,7 +177,7 @@ def choose_alike(run: torch.Tensor, export: torch.Tensor, tolerance: float) -> b
     return bool((run.amax(1) - chosen <= tolerance * run.abs().amax(1)).all())
 
 
-def held_out(job: ResolvedJob) -> Sample:
+def held_out(job: ResolvedJob) -> ExampleBatch:
     """Read a short sample with labels: of the validation data where the job validates, else of the training data.
 
     It ends at the last label that it can, and is at most MAX_TOKENS long.
@@ -198,4 +198,4 @@ def held_out(job: ResolvedJob) -> Sample:
     row = int(valid.sum(1).argmax())
     end = int(valid[row].nonzero().max()) + 1
     span = slice(max(0, end - MAX_TOKENS), end)
-    return Sample(batch["tokens"][row : row + 1, span], batch["labels"][row : row + 1, span])
+    return ExampleBatch(batch["tokens"][row : row + 1, span], batch["labels"][row : row + 1, span])

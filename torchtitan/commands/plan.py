@@ -88,7 +88,7 @@ def main(argv: list[str]) -> int:
 
 
 @dataclass(frozen=True)
-class Question:
+class PlanRequest:
     """A job, its GPUs, and the limits of its plans."""
 
     options: argparse.Namespace
@@ -174,7 +174,7 @@ class Question:
         }
 
 
-def ask(options: argparse.Namespace, job: ResolvedJob) -> Question:
+def ask(options: argparse.Namespace, job: ResolvedJob) -> PlanRequest:
     """Combine job and options. Raises JobError for what cannot be planned."""
     hardware = load_hardware(options.gpu)
     if options.machine:
@@ -214,7 +214,7 @@ def ask(options: argparse.Namespace, job: ResolvedJob) -> Question:
     failures = expected_failures(options, search)
     slowdown = failures.slowdown(options.gpus) if failures else 1.0
     limits = Limits(memory, most_seconds(options, slowdown * tokens / workload.tokens, price))
-    return Question(options, search, limits, Cost(tokens, price, failures), residuals)
+    return PlanRequest(options, search, limits, Cost(tokens, price, failures), residuals)
 
 
 def expected_failures(options: argparse.Namespace, search: Search) -> Failures | None:
@@ -267,7 +267,7 @@ def check_replaced(path: Path, job_args: list[str]) -> None:
 # Report
 
 
-def report(question: Question, result: Result, alternatives: list[tuple[str, Candidate | None]]) -> list[str]:
+def report(question: PlanRequest, result: Result, alternatives: list[tuple[str, Candidate | None]]) -> list[str]:
     search, best = question.search, result.best[0]
     workload, hardware = search.workload, search.hardware
     shown = result.best[: question.options.top]
@@ -304,7 +304,7 @@ def report(question: Question, result: Result, alternatives: list[tuple[str, Can
     return lines
 
 
-def write(question: Question, result: Result, alternatives: list[tuple[str, Candidate | None]]) -> None:
+def write(question: PlanRequest, result: Result, alternatives: list[tuple[str, Candidate | None]]) -> None:
     """Write the best plan as a job that extends the given one, and the picture."""
     options = question.options
     try:
@@ -322,7 +322,7 @@ def write(question: Question, result: Result, alternatives: list[tuple[str, Cand
         raise JobError(f"{error.filename}: cannot be written ({error.strerror}); give another name") from None
 
 
-def overlay(question: Question, best: Candidate) -> str:
+def overlay(question: PlanRequest, best: Candidate) -> str:
     """Return the TOML of the best plan: options that differ from the job's files, which it extends.
 
     If an option that the files set has to be unset, which no file can say, the whole job is written.

@@ -24,7 +24,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError
 from torchtitan.job import ResolvedJob
 from torchtitan.metrics.json_lines import METRICS, Record, read_records
-from torchtitan.training.replay import ReplayedStep, RunJob, Sample, Start, ranks_of_sample
+from torchtitan.training.replay import ReplayedStep, ReplaySample, ReplayStart, RunJob, ranks_of_sample
 
 MOST_LINES = 20
 """Samples, parameters or blocks in a table."""
@@ -73,7 +73,7 @@ def logged_record(run: Path, step: int) -> Record | None:
     return next((record for record in reversed(records) if record["step"] == step and "loss" in record), None)
 
 
-def check_rank(rank: int, start: Start) -> None:
+def check_rank(rank: int, start: ReplayStart) -> None:
     """Raise JobError for a rank that the start of the run lacked, or if its ranks are not known."""
     dims = start.dims()
     if dims is None:
@@ -82,7 +82,7 @@ def check_rank(rank: int, start: Start) -> None:
         raise JobError(f"--rank: given {rank}; allowed: 0 to {dims.world_size - 1}, the ranks of the run")
 
 
-def samples_of_rank(result: ReplayedStep, rank: int | None) -> list[Sample]:
+def samples_of_rank(result: ReplayedStep, rank: int | None) -> list[ReplaySample]:
     """Return the samples of the step, or those that a rank of the run read."""
     dims = result.start.dims()
     if rank is None or dims is None:
@@ -128,7 +128,7 @@ def findings(result: ReplayedStep) -> Iterator[str]:
 
 
 def sample_lines(
-    job: ResolvedJob, result: ReplayedStep, samples: list[Sample], count: int, tokens: int
+    job: ResolvedJob, result: ReplayedStep, samples: list[ReplaySample], count: int, tokens: int
 ) -> Iterator[str]:
     """Yield a table of the samples with the highest losses, those that are not finite first, and `count` as text."""
     ordered = sorted(samples, key=lambda sample: (math.isfinite(sample.loss), -sample.loss, sample.number))

@@ -17,7 +17,7 @@ from torchtitan.config.options import ConfigError
 from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
-from torchtitan.job.layout import Layout
+from torchtitan.job.layout import JobLayout
 from torchtitan.job.model import JobModel
 from torchtitan.metrics.plot import GREY, INK, STYLE, check_format
 from torchtitan.parallelisms.pipeline.actions import (
@@ -33,7 +33,7 @@ from torchtitan.parallelisms.pipeline.actions import (
 )
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES, schedule_traits
 from torchtitan.parallelisms.pipeline.runtime import build_table
-from torchtitan.parallelisms.pipeline.simulator import Costs, Simulation, Span, simulate
+from torchtitan.parallelisms.pipeline.simulator import Costs, Simulation, TimeSpan, simulate
 from torchtitan.process.ranks import likely_device
 from torchtitan.rules import Facts
 from torchtitan.rules.loading import load_valid
@@ -53,7 +53,7 @@ MOST_WORK = 50_000
 
 
 @dataclass(frozen=True)
-class Question:
+class ScheduleRequest:
     """A pipeline schedule and the costs to simulate it with."""
 
     pp: int
@@ -135,7 +135,7 @@ def _no_file(path: Path) -> tuple[str, str] | None:
         return "a file", error.strerror or str(error)
 
 
-def ask(options: argparse.Namespace, job: list[str]) -> Question:
+def ask(options: argparse.Namespace, job: list[str]) -> ScheduleRequest:
     """Combine the options with the job's values for missing ones. Raises ConfigError for an invalid pipeline."""
     pp, microbatches, schedule, stages_per_rank = (
         options.pp,
@@ -152,7 +152,7 @@ def ask(options: argparse.Namespace, job: list[str]) -> Question:
         stages_per_rank = stages_per_rank or (None if csv else facts.layout.num_stages(facts.model.args.n_layers) // pp)
         merge_backward |= facts.config.activation_checkpoint.mode != "none" or facts.layout.compiles_model
     pp = pp or 4
-    return Question(
+    return ScheduleRequest(
         pp=pp,
         microbatches=microbatches or 4 * pp,
         schedule=schedule or "1F1B",
@@ -211,7 +211,7 @@ def overridden(config: JobConfig, options: argparse.Namespace) -> JobConfig:
     return config
 
 
-def cut_suits(layout: Layout, model: JobModel) -> bool:
+def cut_suits(layout: JobLayout, model: JobModel) -> bool:
     """Return True if the job's schedule allows the number of stages that the job cuts its model into."""
     try:
         n_layers = model.args.n_layers
@@ -226,7 +226,7 @@ def cut_suits(layout: Layout, model: JobModel) -> bool:
 # Report
 
 
-def report(question: Question, table: Table, simulation: Simulation) -> list[str]:
+def report(question: ScheduleRequest, table: Table, simulation: Simulation) -> list[str]:
     works = list(map(_short, dict.fromkeys((min(simulation.busy), max(simulation.busy)))))
     peaks = " ".join(map(_short, simulation.peak_activations))
     lines = [
@@ -245,7 +245,7 @@ def report(question: Question, table: Table, simulation: Simulation) -> list[str
     return lines
 
 
-def about(question: Question, table: Table) -> str:
+def about(question: ScheduleRequest, table: Table) -> str:
     stages = count_stages(table)
     stages_text = f" x {stages // question.pp}" if stages % question.pp == 0 else f", {stages}"
     stages_text += " stage" if stages == question.pp else " stages"
@@ -257,7 +257,7 @@ def about(question: Question, table: Table) -> str:
     return f"{question.pp} ranks{stages_text}, {question.microbatches} microbatches, F:I:W = {question.costs}{extra}"
 
 
-def comparison(question: Question, simulation: Simulation) -> list[str]:
+def comparison(question: ScheduleRequest, simulation: Simulation) -> list[str]:
     """List all schedules at the same costs, the fastest first, then the ones that these numbers do not allow."""
     rows, impossible = [(simulation.makespan, question.name, simulation)] if question.csv else [], []
     for traits in SCHEDULES.values():
@@ -277,7 +277,7 @@ def comparison(question: Question, simulation: Simulation) -> list[str]:
     return [*lines, *impossible, ""]
 
 
-def caption(question: Question, table: Table, simulation: Simulation) -> str:
+def caption(question: ScheduleRequest, table: Table, simulation: Simulation) -> str:
     share, makespan = f"{simulation.bubble_share:.1%}", _short(simulation.makespan)
     return f"{about(question, table)}    bubble {share}    makespan {makespan}"
 
@@ -323,11 +323,11 @@ def draw_schedule(simulation: Simulation, path: Path, title: str, subtitle: str)
         figure.savefig(path, facecolor="white", **dated)
 
 
-def _draw_row(axes: Any, rank: int, spans: list[Span], points_per_unit: float, height: float) -> None:
+def _draw_row(axes: Any, rank: int, spans: list[TimeSpan], points_per_unit: float, height: float) -> None:
     """Draw the actions of one rank. `height`: of a row, in points."""
     stages = sorted({span.action.stage for span in spans})
     digits = len(str(max(span.action.microbatch for span in spans)))
-    alike: dict[tuple[str, int, float, float], list[Span]] = {}
+    alike: dict[tuple[str, int, float, float], list[TimeSpan]] = {}
     for span in spans:
         alike.setdefault((span.action.kind, stages.index(span.action.stage), *_band(span)), []).append(span)
     for (kind, chunk, top, tall), cells in alike.items():
@@ -343,7 +343,7 @@ def _draw_row(axes: Any, rank: int, spans: list[Span], points_per_unit: float, h
             axes.text(middle, rank + top + tall / 2, str(span.action.microbatch), color=ink, fontsize=size, **place)
 
 
-def _band(span: Span) -> tuple[float, float]:
+def _band(span: TimeSpan) -> tuple[float, float]:
     """Return top and height within the row. Of two overlapping actions, the forward gets the upper half."""
     if not span.overlapped:
         return 0.1, 0.8

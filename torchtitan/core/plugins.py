@@ -18,7 +18,7 @@ DIALECTS = "torchtitan.dialects"
 PLUGINS: dict[str, dict[str, str]] = {
     ADAPTERS: {"neurocache": "torchtitan.plugins.neurocache.spec:SPEC"},
     IMPORTERS: {"neurocache": "torchtitan.plugins.neurocache.importer:SOURCE"},
-    SECTIONS: {"adapter.neurocache": "torchtitan.plugins.neurocache.options:Neurocache"},
+    SECTIONS: {"adapter.neurocache": "torchtitan.plugins.neurocache.options:NeurocacheOptions"},
     RULES: {"neurocache": "torchtitan.plugins.neurocache.rules"},
     COMMANDS: {"import": "torchtitan.plugins.importers.command:main"},
     PARSERS: {"import": "torchtitan.plugins.importers.command_line:import_parser"},

@@ -81,14 +81,14 @@ def _trained_runs(spans: Sequence[Span]) -> Iterator[tuple[int, int]]:
             start = None
 
 
-class Tokens(NamedTuple):
+class EncodedTokens(NamedTuple):
     ids: np.ndarray
     """[n] token ids."""
     loss_mask: np.ndarray
     """[n] bool: the loss mask."""
 
 
-NO_TOKENS = Tokens(np.empty(0, dtype=np.int64), np.empty(0, dtype=bool))
+NO_TOKENS = EncodedTokens(np.empty(0, dtype=np.int64), np.empty(0, dtype=bool))
 
 
 def chat_tokenization(source: Source, tokenizer: Tokenizer) -> dict[str, Any]:
@@ -133,7 +133,7 @@ def describe_spelled(count: int, total: str, location: str, token: str) -> str:
     )
 
 
-def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = TRAIN_ON_ANSWERS) -> Tokens:
+def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = TRAIN_ON_ANSWERS) -> EncodedTokens:
     """Encode a document, with its begin and end ids; no ids for a document without text.
 
     Begin and end have the loss mask of the adjacent token. Raises BadRecord if the template or the tokenizer fails on
@@ -163,10 +163,10 @@ def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = TRAIN_O
         (_, first), (_, last) = pieces[0], pieces[-1]
         pieces = [(tokenizer.begin_ids, first), *pieces, ([tokenizer.eos_id], last and train_on.end_tokens != "none")]
     ids = np.concatenate([np.array(piece, dtype=np.int64) for piece, _ in pieces])
-    return Tokens(ids, np.repeat([flag for _, flag in pieces], [len(piece) for piece, _ in pieces]))
+    return EncodedTokens(ids, np.repeat([flag for _, flag in pieces], [len(piece) for piece, _ in pieces]))
 
 
-def _encode_rendered(tokenizer: Tokenizer, spans: Sequence[Span], location: str) -> Tokens:
+def _encode_rendered(tokenizer: Tokenizer, spans: Sequence[Span], location: str) -> EncodedTokens:
     """Encode a conversation as its template renders it. A token is trained if any of its characters is.
 
     The text is encoded as a whole, special tokens included, as in transformers' apply_chat_template. Names of special
@@ -195,12 +195,12 @@ def _encode_rendered(tokenizer: Tokenizer, spans: Sequence[Span], location: str)
     mask = np.zeros(len(ids), dtype=bool)
     for first, last in token_ranges:
         mask[first:last] = True
-    tokens = Tokens(np.array(ids, dtype=np.int64), mask)
+    tokens = EncodedTokens(np.array(ids, dtype=np.int64), mask)
     _check_special_ids(tokenizer, tokens, spans, location)
     return tokens
 
 
-def _check_special_ids(tokenizer: Tokenizer, tokens: Tokens, spans: Sequence[Span], location: str) -> None:
+def _check_special_ids(tokenizer: Tokenizer, tokens: EncodedTokens, spans: Sequence[Span], location: str) -> None:
     """Raise BadRecord if text of a message has become a special token, DataError if no end token is trained.
 
     The tokenizer decides which names in a text are special tokens: its normalizer may make one of another text, and
@@ -222,7 +222,7 @@ def _check_special_ids(tokenizer: Tokenizer, tokens: Tokens, spans: Sequence[Spa
         )
 
 
-def _encode_between_special_tokens(tokenizer: Tokenizer, spans: Sequence[Span]) -> Tokens:
+def _encode_between_special_tokens(tokenizer: Tokenizer, spans: Sequence[Span]) -> EncodedTokens:
     """Encode the text between two special tokens as a whole, so that ids do not depend on the loss mask."""
     ids: list[int] = []
     trained: list[bool] = []
@@ -247,7 +247,7 @@ def _encode_between_special_tokens(tokenizer: Tokenizer, spans: Sequence[Span]) 
             mask[first:last] = [True] * (last - first)
         ids += piece
         trained += mask
-    return Tokens(np.array(ids, dtype=np.int64), np.array(trained, dtype=bool))
+    return EncodedTokens(np.array(ids, dtype=np.int64), np.array(trained, dtype=bool))
 
 
 def prompt_ids(tokenizer: Tokenizer, messages: Sequence[dict[str, Any]], location: str) -> list[int]:

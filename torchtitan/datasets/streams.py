@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from torchtitan.datasets.encoding import NO_TOKENS, Tokens, encode
+from torchtitan.datasets.encoding import NO_TOKENS, EncodedTokens, encode
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import (
     BadRecord,
@@ -350,7 +350,7 @@ class StreamPacker:
             if self._position.epoch - epoch > MAX_EMPTY_EPOCHS:
                 raise no_text(self.streams.source.name, self.stream, self.streams.count)
 
-    def _tokens_of(self, item: DocumentOrError) -> Tokens:
+    def _tokens_of(self, item: DocumentOrError) -> EncodedTokens:
         if isinstance(item, Document):
             if item.is_reread and self.streams.refuses_reread:
                 raise DataError(f"{item.location}: {REREAD} {SINCE}")
@@ -360,7 +360,7 @@ class StreamPacker:
                 item = error
         return self._skip(item)
 
-    def _skip(self, error: DataError) -> Tokens:
+    def _skip(self, error: DataError) -> EncodedTokens:
         if self.stop or isinstance(error, UnreachableData):
             raise error
         self.skipped += 1

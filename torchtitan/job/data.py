@@ -7,7 +7,7 @@ from pathlib import Path
 from torchtitan.config.sections.training import Data, DataSource, Training, Validation
 from torchtitan.datasets.record_format import RecordReader, record_reader
 from torchtitan.datasets.sample_packing import Packing
-from torchtitan.job.layout import Layout, Section
+from torchtitan.job.layout import JobLayout, Section
 from torchtitan.job.model import JobModel
 
 ROUNDING = {"cpu": 8, "cuda": 64}
@@ -23,7 +23,7 @@ class JobData:
     training: Training
     validation: Validation
     model: JobModel
-    layout: Layout
+    layout: JobLayout
     device_type: str
     folder: Path
     """The run's folder."""

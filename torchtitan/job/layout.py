@@ -22,7 +22,7 @@ _split_layers = cache(split_layers)
 
 
 @dataclass(frozen=True)
-class Layout:
+class JobLayout:
     """Degrees, rows and microbatches of a job with these sections on `world_size` ranks."""
 
     parallelism: Parallelism

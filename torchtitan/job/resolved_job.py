@@ -20,9 +20,9 @@ from torchtitan.core.errors import JobError
 from torchtitan.datasets.tokenizer import Tokenizer, build_tokenizer
 from torchtitan.datasets.tokenizer.chat_templates import resolve_template
 from torchtitan.job.data import JobData
-from torchtitan.job.layout import Layout
+from torchtitan.job.layout import JobLayout
 from torchtitan.job.model import JobModel
-from torchtitan.job.saving import Saving
+from torchtitan.job.saving import JobSaving
 from torchtitan.job.schedule import JobSchedule
 
 
@@ -40,9 +40,9 @@ class ResolvedJob:
     # Records
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> JobLayout:
         job = self.config
-        return Layout(job.parallelism, job.training, job.validation, job.task, job.compile, self.world_size)
+        return JobLayout(job.parallelism, job.training, job.validation, job.task, job.compile, self.world_size)
 
     @cached_property
     def model(self) -> JobModel:
@@ -62,9 +62,9 @@ class ResolvedJob:
         )
 
     @cached_property
-    def saving(self) -> Saving:
+    def saving(self) -> JobSaving:
         job = self.config
-        return Saving(job.job, job.checkpoint, job.adapter, job.training, job.data)
+        return JobSaving(job.job, job.checkpoint, job.adapter, job.training, job.data)
 
     # Facts of several records
 

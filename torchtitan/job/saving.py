@@ -16,7 +16,7 @@ from torchtitan.config.sections.training import Data, Training
 
 
 @dataclass(frozen=True)
-class Saving:
+class JobSaving:
     """The checkpoints of a job with these sections."""
 
     run: Run

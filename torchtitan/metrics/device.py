@@ -20,7 +20,7 @@ GIB = 2**30
 
 
 @dataclass(frozen=True)
-class Peak:
+class PeakFlops:
     """Peak FLOP/s of matrix products, or None if unknown, and the source or reason."""
 
     flops: float | None
@@ -32,24 +32,24 @@ def device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
 
 
-def find_peak(device: torch.device, dtype: torch.dtype) -> Peak:
+def find_peak(device: torch.device, dtype: torch.dtype) -> PeakFlops:
     """Return a device's peak for matrix products in `dtype`."""
     if device.type != "cuda":
-        return Peak(None, f"no peak is known for a {device.type} device")
+        return PeakFlops(None, f"no peak is known for a {device.type} device")
     return peak_of(device_name(device), dtype)
 
 
-def peak_of(name: str, dtype: torch.dtype) -> Peak:
+def peak_of(name: str, dtype: torch.dtype) -> PeakFlops:
     """Return the peak of the hardware that torch reports by `name`. Unknown hardware has none: no other's is right."""
     if dtype not in (torch.bfloat16, torch.float16):
-        return Peak(None, f"MFU is relative to 16-bit matrix products, not {dtype}")
+        return PeakFlops(None, f"MFU is relative to 16-bit matrix products, not {dtype}")
     if "MIG" in name:
-        return Peak(None, f"{name} is a slice of a device")
+        return PeakFlops(None, f"{name} is a slice of a device")
     hardware, type_name = find_hardware(name), str(dtype).removeprefix("torch.")
     flops = getattr(hardware.peak, type_name) if hardware else None
     if flops is None:
-        return Peak(None, f"no {type_name} peak of {name} is known (torchtitan/hardware)")
-    return Peak(flops, f"{flops / 1e12:,.0f} TFLOP/s, dense {type_name} of {name}")
+        return PeakFlops(None, f"no {type_name} peak of {name} is known (torchtitan/hardware)")
+    return PeakFlops(flops, f"{flops / 1e12:,.0f} TFLOP/s, dense {type_name} of {name}")
 
 
 def read_memory(device: torch.device) -> tuple[float, dict[str, float]]:

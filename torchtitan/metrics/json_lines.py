@@ -22,7 +22,7 @@ LONGEST_LINE = 2**20
 """Longest line in bytes. A longer one is not a record, and is not held in memory."""
 
 
-class JsonLines:
+class JsonLinesWriter:
     """Appends records to a file, each flushed at once. No record is ever lost.
 
     A run that resumes at a step moves the records of later steps to metrics.redone.jsonl. A run that starts from

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from torchtitan.metrics import console
 from torchtitan.metrics.device import find_peak, read_memory
-from torchtitan.metrics.json_lines import METRICS, JsonLines, Record
+from torchtitan.metrics.json_lines import METRICS, JsonLinesWriter, Record
 from torchtitan.metrics.trackers.interface import Histogram, TrackerThread
 from torchtitan.process import distributed
 from torchtitan.process.host import host
@@ -43,7 +43,7 @@ class Window:
 
 
 @dataclass(frozen=True, kw_only=True)
-class Workload:
+class RunConstants:
     """The constants of a run that rates, MFU and remaining time are computed from."""
 
     total_steps: int
@@ -77,7 +77,7 @@ class MetricsLogger:
     def __init__(
         self,
         folder: Path,
-        workload: Workload,
+        workload: RunConstants,
         options: LogOptions,
         *,
         writes: bool,
@@ -94,7 +94,7 @@ class MetricsLogger:
         self.tokens_seen, self._clock = tokens_seen, clock
         self.on_record: Callable[[Record], Mapping[str, float]] = lambda record: {}
         """Returns numbers to add to the record of a logged step; called on all ranks."""
-        self._file = JsonLines(self.path, resume_step) if writes else None
+        self._file = JsonLinesWriter(self.path, resume_step) if writes else None
         self._trackers = list(trackers)
         self._first: Record | None = None
         self._last: Record | None = None
@@ -220,7 +220,7 @@ class MetricsLogger:
         """Return to the state after `step`: move later records to metrics.redone.jsonl and notify the trackers."""
         if self._file:
             self._file.close()
-            self._file = JsonLines(self.path, step)
+            self._file = JsonLinesWriter(self.path, step)
         for tracker in self._trackers:
             tracker.go_back(step)
         self.tokens_seen = tokens

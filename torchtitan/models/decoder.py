@@ -27,7 +27,7 @@ MEMORY_INPUTS = ("lanes", "begins", "filled")
 alternate; True if a document begins with the row; the number of its tokens that are filled."""
 
 
-class Memory(Protocol):
+class DecoderMemory(Protocol):
     """A module that acts between the blocks of a decoder, which an adapter may set as its `memory`.
 
     What it collects in a forward takes effect with `commit`, so that all blocks of a batch see the same state.
@@ -248,7 +248,7 @@ class Decoder(nn.Module):
         self.noise: nn.Module | None = None  # on embeddings, see dropout.py; on the same pipeline stage as they are
         self.entrance = entrance
         self.layers = nn.ModuleDict({str(i): block(i, self.kernels[kind]) for i, kind in enumerate(self.kind_of_layer)})
-        self.memory: Memory | None = None  # set by an adapter
+        self.memory: DecoderMemory | None = None  # set by an adapter
         self.norm = norm or RMSNorm(args.dim, args.norm_eps)
         self.output = head or nn.Linear(args.dim, args.vocab_size, bias=False)
         self.tie_weights()

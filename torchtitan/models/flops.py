@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from typing import Any, Protocol
 
 
-class Sizes(Protocol):
+class ModelSizes(Protocol):
     n_layers: int
     n_heads: int
     head_dim: int
@@ -40,7 +40,7 @@ class FlopsPerToken:
     causal: float  # the work of a causal kernel
 
 
-def flops_per_token(sizes: Sizes, seq_len: int) -> FlopsPerToken:
+def flops_per_token(sizes: ModelSizes, seq_len: int) -> FlopsPerToken:
     full, causal = mean_over_layers(sizes, seq_len, min), mean_over_layers(sizes, seq_len, causal_keys)
     return FlopsPerToken(full=with_keys(sizes, full), causal=with_keys(sizes, causal))
 
@@ -52,7 +52,7 @@ def mean_over_layers(sizes: Any, seq_len: int, keys: Callable[[int, int], float]
     return windowed + (keys(seq_len, seq_len) - windowed) * without / sizes.n_layers if without else windowed
 
 
-def bidirectional_flops_per_token(sizes: Sizes, seq_len: int) -> FlopsPerToken:
+def bidirectional_flops_per_token(sizes: ModelSizes, seq_len: int) -> FlopsPerToken:
     """Return the FLOPs of a model with attention to the full sequence, for any kernel."""
     full = with_keys(sizes, seq_len)
     return FlopsPerToken(full=full, causal=full)
@@ -63,7 +63,7 @@ def latent_flops_per_token(sizes: LatentSizes, seq_len: int) -> FlopsPerToken:
     return FlopsPerToken(full=full, causal=causal)
 
 
-def with_keys(sizes: Sizes, keys: float) -> float:
+def with_keys(sizes: ModelSizes, keys: float) -> float:
     """Return the FLOPs per token if a query attends to `keys` keys on average."""
     return _of_weights(sizes) + 12 * sizes.n_layers * sizes.n_heads * sizes.head_dim * keys
 
@@ -74,7 +74,7 @@ def latent_with_keys(sizes: LatentSizes, keys: float) -> float:
     return _of_weights(sizes) + 6 * layers * sizes.n_heads * widths * keys
 
 
-def _of_weights(sizes: Sizes | LatentSizes) -> float:
+def _of_weights(sizes: ModelSizes | LatentSizes) -> float:
     return 6 * (sizes.num_matmul_parameters + getattr(sizes, "num_summed", 0))
 
 

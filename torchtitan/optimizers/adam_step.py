@@ -35,7 +35,7 @@ class Addition(NamedTuple):
     key: int | None = None
 
 
-class Packing(NamedTuple):
+class PackingTables(NamedTuple):
     """The parts of moments in 8 bits that a step reads in addition to their codes and scales.
 
     `tables`: codebooks and code tables of both. `old_scales`: of both before the step, if the scales are new already.
@@ -55,7 +55,7 @@ class Shard(NamedTuple):
     weight: torch.Tensor
     gradient: torch.Tensor
     stored: Sequence[torch.Tensor]
-    packing: Packing | None
+    packing: PackingTables | None
     addition: Addition
     offset: tuple[int, ...]
 
@@ -104,7 +104,7 @@ def _with_packing(shard: Shard, packed: Packed, numbers: AdamNumbers) -> Shard:
     """Add the packing of moments. If columns are sharded, all ranks that share a row compute the scales first."""
     device, scales = shard.weight.device, shard.stored[1::2]
     tables = [table(signed, device) for table in (moments.codebook, moments.code_table) for _, signed in Adam.KEYS]
-    packing = Packing(packed.columns, tuple(tables))
+    packing = PackingTables(packed.columns, tuple(tables))
     if packed.layout.is_cut(-1):
         packing = packing._replace(old_scales=tuple(tensor.clone() for tensor in scales))
         for tensor in scales:

@@ -81,7 +81,7 @@ class Adafactor(ByMoments):
     from the step and the size of the weights.
     """
 
-    moments = moments.Adafactor()
+    moments = moments.AdafactorMoments()
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, **options: float) -> None:
         super().__init__(groups, lr=lr, **options)

@@ -32,7 +32,7 @@ logger = logging.getLogger(__name__)
 INNER: dict[str, Moments] = {
     "adamw": moments.Adam(),
     "adamw_8bit": moments.Adam(packed=True),
-    "adafactor": moments.Adafactor(),
+    "adafactor": moments.AdafactorMoments(),
 }
 AXIS = {"left": 0, "right": 1}
 """Dimension of a matrix that each side's basis shortens."""
@@ -40,7 +40,7 @@ ALIKE, TIMES = 0.4, 5
 """Threshold of `adaptive_gap`: mean cosine of successive bases' first directions, over TIMES refreshes."""
 
 
-class Task(NamedTuple):
+class RefreshTask(NamedTuple):
     """A matrix that is due for a new basis."""
 
     name: str
@@ -95,7 +95,7 @@ class GaLore(ByParameter):
                 if not state:
                     self.begin(parameter, state, group)
                 if state["updates"] >= state["refresh_at"]:
-                    due.append(Task(name, parameter, state))
+                    due.append(RefreshTask(name, parameter, state))
         self.refresh(due)
         super().step()
 
@@ -117,21 +117,21 @@ class GaLore(ByParameter):
         """Return the projection of a matrix [m, n] by the bases in `state`."""
         return Projection(Layout.of(parameter), state.get("left"), state.get("right"))
 
-    def refresh(self, due: Sequence[Task]) -> None:
+    def refresh(self, due: Sequence[RefreshTask]) -> None:
         """Compute new bases for these matrices. Each rank computes some of them and broadcasts the results."""
 
-        def layout_of(task: Task) -> Layout:
+        def layout_of(task: RefreshTask) -> Layout:
             return Layout.of(task.parameter)
 
-        def shard_of(task: Task) -> torch.Tensor:
+        def shard_of(task: RefreshTask) -> torch.Tensor:
             return gradient_of(task.parameter)
 
-        def result(task: Task) -> torch.Tensor:
+        def result(task: RefreshTask) -> torch.Tensor:
             """Return an empty result: the concatenated bases and their share of the gradient. NaN means no basis."""
             size = sum(task.state[side].numel() for side in self.sides[task.parameter]) + 1
             return torch.full((size,), torch.nan, dtype=task.parameter.dtype, device=task.parameter.device)
 
-        def work(task: Task, full_gradient: torch.Tensor) -> torch.Tensor:
+        def work(task: RefreshTask, full_gradient: torch.Tensor) -> torch.Tensor:
             if not full_gradient.isfinite().all() or not full_gradient.any():
                 return result(task)
             new_bases = {side: self.compute_basis(task, side, full_gradient) for side in self.sides[task.parameter]}
@@ -144,7 +144,7 @@ class GaLore(ByParameter):
         for task, flat in by_owners(due, layout_of, shard_of, work, result):
             self.turn(task, flat)
 
-    def compute_basis(self, task: Task, side: str, full_gradient: torch.Tensor) -> torch.Tensor:
+    def compute_basis(self, task: RefreshTask, side: str, full_gradient: torch.Tensor) -> torch.Tensor:
         """Return a new basis of that side, [m, rank] or [rank, n], for the full gradient [m, n]."""
         key, previous = (
             f"{task.name}/{task.state['updates']}/{side}",
@@ -157,7 +157,7 @@ class GaLore(ByParameter):
         basis = bases.fit(self.options["basis"], full_gradient, side, self.options["rank"], previous, noise)
         return basis.to(task.parameter.dtype)
 
-    def turn(self, task: Task, flat: torch.Tensor) -> None:
+    def turn(self, task: RefreshTask, flat: torch.Tensor) -> None:
         """Install the new bases of `refresh`, concatenated to one dimension [n], and adapt the moments to them."""
         state, projected_sides = task.state, self.sides[task.parameter]
         if state["fitted"]:
@@ -186,7 +186,7 @@ class GaLore(ByParameter):
         measurements, self.seen = self.seen, {name: [] for name in self.seen}
         return measurements
 
-    def next_after(self, task: Task) -> int:
+    def next_after(self, task: RefreshTask) -> int:
         """Return the update of the next refresh. `stagger` spreads refreshes over the steps, by the matrices' names."""
         gap, updates = task.state["gap"], task.state["updates"]
         begun = crc32(task.name.encode()) % gap if self.options["stagger"] else 0
@@ -216,7 +216,7 @@ class GaLore(ByParameter):
         if policy == "reset":
             state["step"] = 0
 
-    def lengthen(self, task: Task, old: Projection) -> None:
+    def lengthen(self, task: RefreshTask, old: Projection) -> None:
         """Double the refresh gap if successive bases stay similar (Q-GaLore, arXiv:2407.08296)."""
         state = task.state
         if "cosines" not in state:

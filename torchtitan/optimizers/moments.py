@@ -279,7 +279,7 @@ def _moments_and_change(
 _move_and_change = Fused(_moments_and_change, dynamic=True, after=NEVER)
 
 
-class Adafactor:
+class AdafactorMoments:
     """The second moment of a matrix as one number per row and one per column (arXiv:1804.04235, algorithm 4).
 
     The rate comes from the schedule, not from the paper's relative step. With `beta1` there is also a running mean of

@@ -20,7 +20,7 @@ from torchtitan.assembly import parts
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.sections.model import ActivationCheckpoint
 from torchtitan.job import ResolvedJob
-from torchtitan.job.layout import Layout
+from torchtitan.job.layout import JobLayout
 from torchtitan.parallelisms.parallel_model import runs_by_segments
 from torchtitan.parallelisms.pipeline.actions import Table, with_full_backward
 from torchtitan.parallelisms.pipeline.simulator import simulate
@@ -382,7 +382,7 @@ def _stronger_recompute(recompute: ActivationCheckpoint) -> Iterator[dict[str, A
         yield {"activation_checkpoint.mode": "full"}
 
 
-def _smaller_batches(layout: Layout) -> Iterator[dict[str, Any]]:
+def _smaller_batches(layout: JobLayout) -> Iterator[dict[str, Any]]:
     """Yield repeated halvings of the local batch, or of a pipeline's microbatch.
 
     Gradient accumulation keeps the size of the global batch.

@@ -10,7 +10,7 @@ from typing import Any
 
 from torchtitan.config.sections.model import Compile, Parallelism
 from torchtitan.job import ResolvedJob
-from torchtitan.job.layout import Layout
+from torchtitan.job.layout import JobLayout
 from torchtitan.job.model import JobModel
 from torchtitan.losses.chunks import auto_chunks
 from torchtitan.models.flops import causal_keys, flops_per_token, latent_flops_per_token, mean_over_layers
@@ -235,7 +235,7 @@ class Plan:
         """Degrees and schedule, without what plans of the same layout may vary."""
         return self.tp, self.cp, self.pp, self.ep, self.schedule, self.stages_per_rank
 
-    def changes(self, layout: Layout, samples: int) -> Changes:
+    def changes(self, layout: JobLayout, samples: int) -> Changes:
         """Return the options that give a job this plan with `samples` samples in a step. `layout`: its own.
 
         Options that do nothing while their degree is 1, which the rules refuse, get their defaults then.
@@ -278,7 +278,7 @@ class Plan:
             values["parallelism.context_parallel_rotate_method"] = self.cp_method
         return values | self._compilation(layout)
 
-    def _compilation(self, layout: Layout) -> Changes:
+    def _compilation(self, layout: JobLayout) -> Changes:
         """Return the options that compile the model, or do not, if the job's do not do that."""
         options = layout.compile
         if self.compiled == layout.compiles_model:

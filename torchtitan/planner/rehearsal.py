@@ -35,7 +35,7 @@ from torchtitan.core.cadence import NO_LIMIT
 from torchtitan.core.callbacks import Callback
 from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
-from torchtitan.job.layout import Layout
+from torchtitan.job.layout import JobLayout
 from torchtitan.job.model import JobModel
 from torchtitan.lr_schedules import CONSTANT
 from torchtitan.models.attention import AttentionKernel
@@ -54,7 +54,7 @@ from torchtitan.torch_internals.dispatch import FakeTensor, FakeTensorMode, unse
 from torchtitan.torch_internals.fake_world import FakeStore, clear_sharding_prop_cache
 from torchtitan.torch_internals.operators import attention_for_cpu
 from torchtitan.training.batches import zero_batch
-from torchtitan.training.callbacks import Callbacks
+from torchtitan.training.callbacks import CallbackRunner
 from torchtitan.training.engine import Engine
 from torchtitan.training.restore import TrainState
 from torchtitan.training.step import (
@@ -186,7 +186,7 @@ class Rehearsal:
             observers.guards(endless.config.guard, Path(job.config.job.dump_folder), model, optimizers),
             observers.metrics(endless, model.device, ranks, None, 0, model.adapter),
             TrainState(step=1, start_step=1),
-            Callbacks(model, callbacks or {}, job.config.optimizer.early_step_in_backward),
+            CallbackRunner(model, callbacks or {}, job.config.optimizer.early_step_in_backward),
         )
         few = [batch] * len(self.times)
         self.data = StepData(few, ANY_COUNT, valid_share=1.0, tokens=ANY_COUNT, seconds=0.0, position=None)
@@ -399,7 +399,7 @@ def imitate(device: str, parts: list[nn.Module]) -> None:
                 module.use_kernel = device == "cuda"
 
 
-def rows_of_experts(layout: Layout, model: JobModel) -> int:
+def rows_of_experts(layout: JobLayout, model: JobModel) -> int:
     """Return the number of rows for experts in one forward pass of a rank, before they are exchanged."""
     rows = layout.microbatch_rows if layout.pp > 1 else layout.batch_rows()
     return rows * layout.training.seq_len // (layout.cp * layout.tp) * getattr(model.args, "top_k", 0)

@@ -17,9 +17,9 @@ from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
 from torchtitan.job import ResolvedJob
 from torchtitan.job.data import JobData
-from torchtitan.job.layout import Layout
+from torchtitan.job.layout import JobLayout
 from torchtitan.job.model import JobModel
-from torchtitan.job.saving import Saving
+from torchtitan.job.saving import JobSaving
 from torchtitan.job.schedule import JobSchedule
 from torchtitan.lr_schedules import LRSchedule, schedule_of
 from torchtitan.models.hf.config import find_config, untrained_token_ids
@@ -50,7 +50,7 @@ class Facts:
         return self.job.config
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> JobLayout:
         return self.job.layout
 
     @property
@@ -66,7 +66,7 @@ class Facts:
         return self.job.schedule
 
     @property
-    def saving(self) -> Saving:
+    def saving(self) -> JobSaving:
         return self.job.saving
 
     # Faults

@@ -31,7 +31,7 @@ from torchtitan.process import distributed
 Batch = dict[str, torch.Tensor]
 
 
-class References(Protocol):
+class ReferenceLookup(Protocol):
     def add(self, batch: Batch) -> Batch: ...
 
 
@@ -81,7 +81,7 @@ class BatchPreparer:
         self, objective: Objective, dims: ParallelDims, dp_rank: int, device: torch.device, spec: BatchSpec
     ) -> None:
         self.objective, self.dims, self.dp_rank, self.device, self.spec = objective, dims, dp_rank, device, spec
-        self.references: References | None = None
+        self.references: ReferenceLookup | None = None
         """Adds the reference log-probabilities of preference pairs to batches."""
         self.valid_share = 1.0
         """This data-parallel rank's share of the valid tokens agreed on last."""

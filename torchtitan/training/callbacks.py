@@ -45,7 +45,7 @@ def callbacks_of(options: Options, more: Sequence[Callback] = ()) -> dict[str, C
     return by_name
 
 
-class Callbacks(ExtraState):
+class CallbackRunner(ExtraState):
     """The callbacks of a run, by name and in order. `steps_in_backward`: the optimizer steps in backward."""
 
     def __init__(self, model: ParallelModel, by_name: Mapping[str, Callback], steps_in_backward: bool = False) -> None:

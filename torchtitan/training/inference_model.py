@@ -23,7 +23,7 @@ from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Para
 from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
 from torchtitan.job.model import JobModel
-from torchtitan.job.saving import Saving
+from torchtitan.job.saving import JobSaving
 from torchtitan.models.attention import activate_flash_attention
 from torchtitan.parallelisms.degrees import LimitError
 from torchtitan.parallelisms.parallel_model import ParallelModel
@@ -60,7 +60,7 @@ def available_attention(backend: str, device: torch.device) -> str:
     return backend
 
 
-def _fill(built: nn.Module, model: JobModel, saving: Saving, step_folder: Path, installed: Adapter | None) -> None:
+def _fill(built: nn.Module, model: JobModel, saving: JobSaving, step_folder: Path, installed: Adapter | None) -> None:
     if find_weights(step_folder)[0] != "native":
         extra_adapter = None if model.adapter.initial_path is None else installed
         fresh = extra_adapter.added_parameters if extra_adapter else ()
@@ -82,7 +82,7 @@ def _load_foreign(
     load_foreign(location, modules, options.name, args, fresh, head, options.ignore_config_keys)
 
 
-def saved_adapter_alone(saving: Saving, step_folder: Path) -> bool:
+def saved_adapter_alone(saving: JobSaving, step_folder: Path) -> bool:
     """Return True if a checkpoint holds an adapter alone.
 
     Raises CheckpointError if the adapter belongs to another base than the job's.

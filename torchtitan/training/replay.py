@@ -46,7 +46,7 @@ IN_BACKWARD = "optimizer.early_step_in_backward"
 
 
 @dataclasses.dataclass(frozen=True)
-class Start:
+class ReplayStart:
     """A state to replay from. `folder`: its checkpoint; None for the initial weights. `trainer`: the trainer's state
     in a checkpoint of the start of the run that made the step; {} without one. `plan`: of that start, None in runs of
     earlier versions. `samples`: of the step.
@@ -70,7 +70,7 @@ class Start:
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class ReplaySample:
     """One sample of the step. `number`: counted over all ranks. `tokens`: its tokens with a loss."""
 
     number: int
@@ -102,10 +102,10 @@ class Extremes:
 class ReplayedStep:
     """A step that was made again. `norms`: of the gradients by parameter. `blocks`: of the activations by block."""
 
-    start: Start
+    start: ReplayStart
     loss: float = 0.0
     grad_norm: float = 0.0
-    samples: list[Sample] = dataclasses.field(default_factory=list)
+    samples: list[ReplaySample] = dataclasses.field(default_factory=list)
     norms: dict[str, float] = dataclasses.field(default_factory=dict)
     blocks: dict[str, Extremes] = dataclasses.field(default_factory=dict)
     bad_weights: list[str] = dataclasses.field(default_factory=list)
@@ -134,7 +134,7 @@ class RunJob:
     def job(self) -> ResolvedJob:
         return ResolvedJob(manager.load(["--job.config_file", str(self.file)]))
 
-    def find_start(self, step: int) -> Start:
+    def find_start(self, step: int) -> ReplayStart:
         """Return the newest complete checkpoint before a step that this job made, or the initial weights.
 
         The plan and the samples belong to the start that made the step. Raises JobError if its samples are not known,
@@ -158,10 +158,10 @@ class RunJob:
                     f"{run}: steps from {first + 1} on were made with {differing[0].key} = {differing[0].before}, and "
                     f"step {step} with {differing[0].now}; replay needs a checkpoint in between"
                 )
-        return Start(first, folder, trainer, plan_of_start(self.file), samples)
+        return ReplayStart(first, folder, trainer, plan_of_start(self.file), samples)
 
     def samples_per_step(self, trainer: dict[str, Any]) -> int:
-        """Return the samples of each step that this start made. `trainer`: as in `Start`.
+        """Return the samples of each step that this start made. `trainer`: as in `ReplayStart`.
 
         Raises JobError if its plan, its checkpoint, its job and its metrics tell none, or different numbers.
         """
@@ -214,7 +214,7 @@ class RunJob:
                 trainer.loader.close()
                 trainer.validator.close()
 
-    def one_rank_job(self, start: Start, folder: Path) -> JobConfig:
+    def one_rank_job(self, start: ReplayStart, folder: Path) -> JobConfig:
         """Return the job that makes the same steps on one rank from the start's checkpoint, and writes only to
         `folder`.
         """
@@ -260,7 +260,7 @@ class RunJob:
         return job.on_one_rank().with_options(changed).config
 
 
-def restore_caches(trainer: Trainer, start: Start) -> None:
+def restore_caches(trainer: Trainer, start: ReplayStart) -> None:
     """Fill an adapter's caches from those that the run's ranks have saved, if a rank has those of all of its rows.
 
     Ranks of a pipeline have caches of microbatches, and ranks of one cache that they share parts of it. Without
@@ -290,7 +290,7 @@ def restore_caches(trainer: Trainer, start: Start) -> None:
     trainer.model.prepare_adapter(lambda tokens: ())
 
 
-def _replay(trainer: Trainer, start: Start, step: int, report: Callable[[str], None]) -> ReplayedStep:
+def _replay(trainer: Trainer, start: ReplayStart, step: int, report: Callable[[str], None]) -> ReplayedStep:
     if trainer.current_step >= step or step > trainer.config.training.steps:
         first = (
             1 if step > trainer.current_step else trainer.current_step + 1
@@ -351,7 +351,7 @@ class _Inspection(StepObserver):
         self.result.samples += _samples(self.trainer, batch, source, len(self.result.samples))
 
 
-def _samples(trainer: Trainer, batch: Batch, source: Batch, first_number: int) -> Iterator[Sample]:
+def _samples(trainer: Trainer, batch: Batch, source: Batch, first_number: int) -> Iterator[ReplaySample]:
     """Compute the loss of each sample of a batch by itself, with the random numbers of the step.
 
     An adapter with state has its own for each row, so it gets the whole batch, without the labels of other rows.
@@ -366,7 +366,7 @@ def _samples(trainer: Trainer, batch: Batch, source: Batch, first_number: int) -
         tokens = trainer.preparer.objective.count(of_source)
         loss = float(trainer.model.loss_sum(sample, update_state=False)) / max(tokens, 1)
         texts = [{key: value[row] for key, value in of_source.items()} for row in range(size)]
-        yield Sample(first_number + first // size, loss, tokens, texts)
+        yield ReplaySample(first_number + first // size, loss, tokens, texts)
 
 
 def rows_of(value: torch.Tensor, first: int, size: int, rows: int) -> torch.Tensor:

@@ -19,7 +19,7 @@ from torchtitan.core.progress_bar import DELAY_SECONDS, is_watched, progress_bar
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.job import ResolvedJob
 from torchtitan.job.model import JobModel
-from torchtitan.job.saving import Saving
+from torchtitan.job.saving import JobSaving
 from torchtitan.launcher.run_folder import PLOT_FILE, RecordedPlan
 from torchtitan.lr_scheduling import LRSchedulers
 from torchtitan.metrics.console import duration
@@ -100,7 +100,7 @@ def log_start(
         logger.warning("%s: the weights will be lost when the run ends", off)
 
 
-def describe_adapter_save(saving: Saving) -> str:
+def describe_adapter_save(saving: JobSaving) -> str:
     if not saving.saves_adapter_alone:
         return "checkpoints hold the whole model (adapter.save = whole)"
     path = saving.checkpoint.initial_load_path

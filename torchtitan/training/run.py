@@ -32,7 +32,7 @@ from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import Ranks, Restart
 from torchtitan.training import preflight
 from torchtitan.training.batches import Batch, Prefetcher, batch_preparer, prepare_adapter
-from torchtitan.training.callbacks import Callbacks, callbacks_of
+from torchtitan.training.callbacks import CallbackRunner, callbacks_of
 from torchtitan.training.caller_batches import CallerBatches, Pending
 from torchtitan.training.final_export import Exports
 from torchtitan.training.reference_logprobs import load_references
@@ -78,7 +78,7 @@ class Run:
         self.model = ModelBuilder(job).model(mesh, device, init_weights=False)
         distributed.set_timeout(timeout)  # the mesh's groups were created with torch's default
         in_backward = config.optimizer.early_step_in_backward
-        self.callbacks = Callbacks(self.model, callbacks_of(config.callbacks, callbacks), in_backward)
+        self.callbacks = CallbackRunner(self.model, callbacks_of(config.callbacks, callbacks), in_backward)
         self.preparer = batch_preparer(job, self.tokenizer, dp_rank, device, self.model.needs_keys)
         self.optimizers = parts.optimizers(config.optimizer, self.model)
         schedulers = parts.lr_schedulers(job, self.optimizers, job.schedule.start)

@@ -23,7 +23,7 @@ from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.process.host import host
 from torchtitan.process.machine import return_unused_memory
 from torchtitan.process.ranks import Ranks
-from torchtitan.training.callbacks import Callbacks
+from torchtitan.training.callbacks import CallbackRunner
 from torchtitan.training.restore import TrainState
 
 FORWARD_BACKWARD, CLIPPING, GUARDS, OPTIMIZER = "forward and backward", "clipping", "guards", "optimizer"
@@ -93,7 +93,7 @@ class TrainingStep:
     last_step: int
     steps_in_backward: bool
     dp_rank: int
-    callbacks: Callbacks
+    callbacks: CallbackRunner
     epochs: int | None = None
     data_steps: int | None = None
     observer: StepObserver = field(default_factory=StepObserver)
@@ -237,7 +237,7 @@ def training_step(
     guards: Guards,
     metrics: MetricsLogger,
     state: TrainState,
-    callbacks: Callbacks,
+    callbacks: CallbackRunner,
     data_steps: int | None = None,
 ) -> TrainingStep:
     """Build the step of a job from its parts. `data_steps`: as in `TrainingStep`."""

@@ -20,7 +20,7 @@ from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.guards.steps import WITHOUT_LABELS, NothingToLearn
 from torchtitan.job import ResolvedJob
 from torchtitan.losses.objective import IGNORE_INDEX, Batch
-from torchtitan.metrics.json_lines import JsonLines
+from torchtitan.metrics.json_lines import JsonLinesWriter
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
 from torchtitan.process.heartbeat import Progress
@@ -132,7 +132,7 @@ class Generations:
             loader = JobDatasets(job.on_one_rank().with_options(options)).validation_loader(vocabulary, 0)
             self.prompts = [prompt_of(batch, end_of_turn_ids(vocabulary)) for batch in islice(loader, count)]
             loader.close()
-        self.file = JsonLines(self.path, resumed) if writes and (self.prompts or self.path.exists()) else None
+        self.file = JsonLinesWriter(self.path, resumed) if writes and (self.prompts or self.path.exists()) else None
 
     def write(self, model: ParallelModel, step: int, progress: Progress, phase: str = "validate") -> None:
         """Generate and write the continuations after `step`. Every rank calls it."""
@@ -185,7 +185,7 @@ class Generations:
         """Move the continuations of later steps to another file."""
         if self.file is not None:
             self.file.close()
-            self.file = JsonLines(self.path, step)
+            self.file = JsonLinesWriter(self.path, step)
 
     def close(self) -> None:
         if self.file is not None:

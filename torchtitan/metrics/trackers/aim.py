@@ -3,7 +3,7 @@
 import os
 from collections.abc import Mapping
 
-from torchtitan.metrics.trackers.interface import Run, Tracker
+from torchtitan.metrics.trackers.interface import TrackedRun, Tracker
 
 
 class Aim(Tracker):
@@ -15,7 +15,7 @@ class Aim(Tracker):
     name, package = "Aim", "aim"
     entries = (".aim",)
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import aim
 
         run.folder.mkdir(parents=True, exist_ok=True)

@@ -22,7 +22,7 @@ Scalar = bool | int | float | str
 
 
 @dataclass(frozen=True)
-class Run:
+class TrackedRun:
     folder: Path
     """The job's folder."""
     events: Path
@@ -91,7 +91,7 @@ class Tracker(ABC):
     """True if metrics.save_for_all_ranks also applies to this tracker."""
 
     @abstractmethod
-    def __init__(self, run: Run) -> None: ...
+    def __init__(self, run: TrackedRun) -> None: ...
 
     @abstractmethod
     def log(self, values: Mapping[str, float], step: int) -> None: ...

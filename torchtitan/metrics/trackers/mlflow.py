@@ -5,7 +5,7 @@ import re
 import time
 from collections.abc import Mapping
 
-from torchtitan.metrics.trackers.interface import Run, Tracker
+from torchtitan.metrics.trackers.interface import TrackedRun, Tracker
 
 EXPERIMENT = "torchtitan"
 MOST_AT_ONCE = 100
@@ -23,7 +23,7 @@ class MLflow(Tracker):
 
     name, package = "MLflow", "mlflow"
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 

@@ -3,7 +3,7 @@
 import json
 from collections.abc import Mapping
 
-from torchtitan.metrics.trackers.interface import Histogram, Run, Tracker
+from torchtitan.metrics.trackers.interface import Histogram, TrackedRun, Tracker
 
 
 class TensorBoard(Tracker):
@@ -14,7 +14,7 @@ class TensorBoard(Tracker):
 
     name, package, runs_on_all_ranks = "TensorBoard", "tensorboard", True
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         from torch.utils.tensorboard import SummaryWriter  # the import takes a second
 
         self._run, step = run, (run.resume_step or 0) + 1

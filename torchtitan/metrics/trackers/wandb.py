@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from torchtitan.core.files import read_file
-from torchtitan.metrics.trackers.interface import Run, Tracker
+from torchtitan.metrics.trackers.interface import TrackedRun, Tracker
 
 
 class WeightsAndBiases(Tracker):
@@ -16,7 +16,7 @@ class WeightsAndBiases(Tracker):
     name, package = "Weights & Biases", "wandb"
     entries = ("wandb",)
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: TrackedRun) -> None:
         import wandb
 
         run.folder.mkdir(parents=True, exist_ok=True)

@@ -21,7 +21,7 @@ from torchtitan.models.moe.router import Router, count
 from torchtitan.parallelisms.steps import Notes, RoutedExperts, Segment, Stepwise
 
 
-class Order(NamedTuple):
+class ExpertOrder(NamedTuple):
     """The sorted order, by expert, of N k copies of tokens. Copy j of token n has number n k + j. All int64."""
 
     copies: torch.Tensor  # [N k], the copy in each row
@@ -76,7 +76,7 @@ class MoE(Stepwise):
         """
         return self.router(x, ids)
 
-    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, Order]:
+    def dispatch(self, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> tuple[torch.Tensor, ExpertOrder]:
         """x [B, S, D] -> its rows sorted by expert, [N k, D], and their order."""
         order = sort_by_expert(ids, self.args.n_experts)
         xs = _ToExperts.apply(x.flatten(0, 1), order.copies, order.rows)
@@ -84,7 +84,7 @@ class MoE(Stepwise):
             xs = (xs * weights.flatten()[order.copies, None]).to(xs.dtype)
         return xs, order
 
-    def combine(self, ys: torch.Tensor, weights: torch.Tensor, order: Order) -> torch.Tensor:
+    def combine(self, ys: torch.Tensor, weights: torch.Tensor, order: ExpertOrder) -> torch.Tensor:
         """ys [N k, D] sorted by expert -> the weighted sum for each token, [N, D]."""
         copies = _ToTokens.apply(ys, order.copies, order.rows).unflatten(0, weights.shape)  # [N, k, D]
         if self.args.score_before_experts:
@@ -136,11 +136,11 @@ def _reading(step: Segment | RoutedExperts, x: str) -> Segment | RoutedExperts:
     return step._replace(inputs=tuple(x if name == "x" else name for name in step.inputs))
 
 
-def sort_by_expert(ids: torch.Tensor, n_experts: int) -> Order:
+def sort_by_expert(ids: torch.Tensor, n_experts: int) -> ExpertOrder:
     """Return the order of the N k copies of ids [N, k], sorted by expert; copies of one expert stay in token order."""
     copies = ids.flatten().argsort(stable=True)
     rows = torch.empty_like(copies).scatter_(0, copies, torch.arange(copies.numel(), device=ids.device))
-    return Order(copies, rows, count(ids.flatten(), n_experts))
+    return ExpertOrder(copies, rows, count(ids.flatten(), n_experts))
 
 
 class _ToExperts(torch.autograd.Function):

@@ -25,7 +25,7 @@ from torchtitan.models.opt import CONFIG, UNUSED, OPTArgs
 from torchtitan.models.spec import HuggingFace, ModelSpec
 
 
-class LastLayer(nn.Module):
+class OutputProjection(nn.Module):
     """The final norm of pre-norm models, and the projection to the width of the word embedding if it differs."""
 
     def __init__(self, args: OPTArgs):
@@ -49,7 +49,7 @@ class OPT(LearnedPositionDecoder):
             attention_backend,
             word_dim=args.word_dim,
             entrance=InputEmbedding(args.dim, args.max_seq_len, first=UNUSED, project=project),
-            norm=LastLayer(args),
+            norm=OutputProjection(args),
             head=nn.Linear(args.word_dim, args.outputs, bias=False),
             attention_dropout=args.attention_dropout,
         )

@@ -19,7 +19,7 @@ from torchtitan.models.roberta import CONFIG, RobertaArgs
 from torchtitan.models.spec import HuggingFace, ModelSpec
 
 
-class LastLayer(nn.Module):
+class PredictionTransform(nn.Module):
     """The layer before the head. `activation` preserves the shape.
 
     It acts on each token, so it takes the place of the final norm.
@@ -50,7 +50,7 @@ class Roberta(LearnedPositionDecoder):
             attention_backend,
             causal=args.causal,
             entrance=entrance,
-            norm=LastLayer(args.dim, torch.tanh if classes else F.gelu, None if classes else make_norm(args)),
+            norm=PredictionTransform(args.dim, torch.tanh if classes else F.gelu, None if classes else make_norm(args)),
             head=nn.Linear(args.dim, args.outputs),
             attention_dropout=args.attention_dropout,
         )

@@ -50,7 +50,7 @@ class Costs:
 EQUAL_COSTS = Costs()
 
 
-class Span(NamedTuple):
+class TimeSpan(NamedTuple):
     action: Action
     """A single action: the two actions of a pair have one span each, with equal times."""
     start: Fraction | int
@@ -60,7 +60,7 @@ class Span(NamedTuple):
 
 @dataclass(frozen=True)
 class Simulation:
-    spans: list[list[Span]]
+    spans: list[list[TimeSpan]]
     """By rank, in execution order."""
     makespan: Fraction | int
     busy: list[Fraction | int]
@@ -99,7 +99,7 @@ def simulate(
     outputs: dict[Key, tuple[Fraction | int, int]] = {}
     free: list[Fraction | int] = [0] * len(table)
     busy: list[Fraction | int] = [0] * len(table)
-    spans: list[list[Span]] = [[] for _ in table]
+    spans: list[list[TimeSpan]] = [[] for _ in table]
 
     def run(rank: int, action: Action, length: Fraction | int) -> tuple[Fraction | int, Fraction | int]:
         arrivals = (outputs[key] for key in input_keys(action, num_stages))
@@ -112,10 +112,11 @@ def simulate(
         if action.parts and overlap is not None:
             length = sum(stage_times[part.stage][part.kind] for part in action.parts) * Fraction(overlap)
             joint_run = run(rank, action, length)
-            spans[rank] += [Span(part, *joint_run, overlapped=True) for part in action.parts]
+            spans[rank] += [TimeSpan(part, *joint_run, overlapped=True) for part in action.parts]
         else:
             spans[rank] += [
-                Span(single, *run(rank, single, stage_times[single.stage][single.kind])) for single in action.singles
+                TimeSpan(single, *run(rank, single, stage_times[single.stage][single.kind]))
+                for single in action.singles
             ]
         outputs.update((key, (free[rank], rank)) for key in output_keys(action))
     return Simulation(spans, max(free), busy, [share * _peak(row) for row in table])

@@ -88,7 +88,7 @@ def note_wait(operation: str) -> None:
     wait_lines[operation, line_of(frame), host.reason] += 1
 
 
-class Event:
+class FakeEvent:
     def __init__(self, *args, **kwargs):
         pass
 
@@ -108,7 +108,7 @@ class Event:
         note_wait("event")
 
 
-class Stream:
+class FakeStream:
     device = torch.device("cuda", 0)
 
     def __new__(cls, *args, **kwargs):
@@ -124,7 +124,7 @@ class Stream:
         pass
 
     def record_event(self, event=None):
-        return event or Event()
+        return event or FakeEvent()
 
     def query(self):
         return True
@@ -148,7 +148,7 @@ class Card:
     total_memory, multi_processor_count = 80 * 2**30, 132
 
 
-_main = Stream()
+_main = FakeStream()
 _streams = [_main]
 
 
@@ -191,7 +191,13 @@ def install() -> None:
     replace(torch, tensor=_tensor_from_numbers)
     replace(
         torch.cuda,
-        **{"Stream": Stream, "Event": Event, "stream": _stream, "current_device": lambda: 0, "device_count": lambda: 8},
+        **{
+            "Stream": FakeStream,
+            "Event": FakeEvent,
+            "stream": _stream,
+            "current_device": lambda: 0,
+            "device_count": lambda: 8,
+        },
         current_stream=lambda device=None: _streams[-1],
         default_stream=lambda device=None: _main,
         get_device_name=lambda device=None: Card.name,

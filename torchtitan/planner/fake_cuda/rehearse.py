@@ -49,7 +49,7 @@ class TypedTensors(LiveTensors):
             self.activations[_type(tensor)] += grown
 
 
-class Order(Traffic):
+class OrderedTraffic(Traffic):
     """Messages in order, with the line that issued each, or "" where torch does so by itself, as in backward."""
 
     def __init__(self) -> None:
@@ -149,7 +149,7 @@ class _Costs(StepObserver):
 def _later_steps(rehearsal: Rehearsal) -> dict[str, Any]:
     """Run a step with the state of the first one, and one that is logged."""
     job, not_rehearsed = rehearsal.job, ""
-    with HostWaits(rows_of_experts(job.layout, job.model), job.layout.ep), Order() as order:
+    with HostWaits(rows_of_experts(job.layout, job.model), job.layout.ep), OrderedTraffic() as order:
         quiet = _Costs(rehearsal).of_step()
         count = len(order.exchanges)
         try:

@@ -9,7 +9,7 @@ from typing import Any
 
 from torchtitan.core.constraints import FLOAT8_MULTIPLE
 from torchtitan.job import ResolvedJob
-from torchtitan.job.layout import Layout
+from torchtitan.job.layout import JobLayout
 from torchtitan.models.sizes import STACK
 from torchtitan.parallelisms.fsdp_messages import may_gather_float8, resharding
 from torchtitan.parallelisms.pipeline.cut import ScheduleTraits, schedule_traits, stages_of_rank
@@ -95,7 +95,7 @@ def kinds_of_layers(args: Any) -> list[int]:
     return [contents.index(content) for content in contents]
 
 
-def float8_weights(layout: Layout, args: Any, layer: int) -> int:
+def float8_weights(layout: JobLayout, args: Any, layer: int) -> int:
     """Return the number of a layer's weights that FSDP gathers in 8 bits.
 
     These are of the linears that models/float8.py converts. Shards that do not divide their rows are left out.
@@ -127,7 +127,7 @@ class RankLayout:
     # Degrees
 
     @cached_property
-    def layout(self) -> Layout:
+    def layout(self) -> JobLayout:
         return self.job.layout
 
     @cached_property

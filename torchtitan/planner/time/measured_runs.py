@@ -16,7 +16,7 @@ from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import ASSUMED, Hardware, find_hardware, load_hardware
 from torchtitan.job import ResolvedJob
-from torchtitan.job.layout import Layout
+from torchtitan.job.layout import JobLayout
 from torchtitan.launcher.run_folder import JOB_FILE, job_of_step, plan_of_start, step_of_start
 from torchtitan.metrics.json_lines import METRICS, Record, is_finite
 from torchtitan.metrics.thinning import read_thinned
@@ -191,7 +191,7 @@ class MeasuredRun:
             remedy = "give the folder as the run has left it"
             raise JobError(f"{folder}: its job, recorded plan and metrics do not fit each other; {remedy}") from error
 
-    def _gpus(self, layout: Layout) -> int:
+    def _gpus(self, layout: JobLayout) -> int:
         """Return the number of ranks that the run recorded. Of an older run it is computed from the samples of a step.
 
         Raises JobError if such a step may have several batches, so that its samples do not tell the shards.

@@ -60,7 +60,7 @@ class Calibration:
         return self.factors.get(name, 1.0)
 
 
-class Weights(NamedTuple):
+class WeightCounts(NamedTuple):
     """Numbers of weights of a rank of tensor and expert parallel."""
 
     dense: float
@@ -80,7 +80,7 @@ class BlockTime(NamedTuple):
     """What backward computes again."""
     waited: Parts
     """Messages that a rank waits for in forward and backward, by axis."""
-    weights: Weights
+    weights: WeightCounts
 
     @property
     def parts(self) -> Parts:
@@ -267,7 +267,7 @@ class MessageTimer:
         seconds += self.gather(self.workload.weight_bytes * experts, group, max(plan.tp, plan.ep), blocks)
         return self.turns(plan) * seconds
 
-    def reduce_gradients(self, plan: Plan, weights: Weights) -> float:
+    def reduce_gradients(self, plan: Plan, weights: WeightCounts) -> float:
         """Return the seconds to reduce the gradients of a rank's weights.
 
         Quantized reductions are all-to-alls, in two hops where there are second shards.

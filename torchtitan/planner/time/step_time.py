@@ -23,7 +23,7 @@ from torchtitan.models.sizes import POST_NORMS, STACK, Sizes, split_side
 from torchtitan.parallelisms.fsdp_messages import resharding
 from torchtitan.parallelisms.pipeline.cut import schedule_traits
 from torchtitan.planner.plan import Plan, Workload
-from torchtitan.planner.time.messages import BlockTime, Calibration, MessageTimer, Parts, StepTime, Weights
+from torchtitan.planner.time.messages import BlockTime, Calibration, MessageTimer, Parts, StepTime, WeightCounts
 
 COMPUTED = ("products", "attention", "memory", "recompute")
 """Parts during which messages of FSDP travel."""
@@ -50,7 +50,7 @@ class StepTimer:
     calibration: Calibration = Calibration()
     _blocks: dict[object, BlockTime] = field(default_factory=dict, repr=False)
     _stages: dict[object, list[Counter[int]]] = field(default_factory=dict, repr=False)
-    _rank_weights: dict[object, set[Weights]] = field(default_factory=dict, repr=False)
+    _rank_weights: dict[object, set[WeightCounts]] = field(default_factory=dict, repr=False)
 
     def _computed(self, name: str) -> float:
         """Return the factor of products or attention."""
@@ -173,7 +173,7 @@ class StepTimer:
             moved=moved,
             replay=replay,
             waited=self.messages.waited(plan, STACK in sizes, tokens),
-            weights=Weights(dense, experts),
+            weights=WeightCounts(dense, experts),
         )
 
     def head(self, plan: Plan) -> tuple[float, float]:
@@ -207,14 +207,14 @@ class StepTimer:
 
     # Weights
 
-    def rank_weights(self, plan: Plan) -> Weights:
+    def rank_weights(self, plan: Plan) -> WeightCounts:
         """Return the weights of the pipeline rank that stores the most of them."""
         key = plan.pp, plan.schedule, plan.stages_per_rank, plan.tp, plan.ep
         if key not in self._rank_weights:
             self._rank_weights[key] = {self._weights(plan, plan.stages_of_rank(rank)) for rank in range(plan.pp)}
         return max(self._rank_weights[key], key=lambda weights: self.stored(plan, weights))
 
-    def _weights(self, plan: Plan, numbers: list[int]) -> Weights:
+    def _weights(self, plan: Plan, numbers: list[int]) -> WeightCounts:
         """Return how many weights the stages with these numbers have on a rank, before FSDP shards them.
 
         A pipeline has a copy of tied embeddings at both ends.
@@ -224,9 +224,9 @@ class StepTimer:
         has_head = len(stages) - 1 in numbers and (plan.pp > 1 or not self.workload.args.tied_embeddings)
         ends = self.workload.embedding_size / plan.tp * ((0 in numbers) + has_head)
         dense = sum(count * block.weights.dense for block, count in blocks)
-        return Weights(dense + ends, sum(count * block.weights.experts for block, count in blocks))
+        return WeightCounts(dense + ends, sum(count * block.weights.experts for block, count in blocks))
 
-    def stored(self, plan: Plan, weights: Weights) -> float:
+    def stored(self, plan: Plan, weights: WeightCounts) -> float:
         """Return the number of the weights that this rank stores, as FSDP spreads them."""
         return weights.dense / (plan.shards * plan.cp) + weights.experts / plan.expert_shards
 
@@ -331,13 +331,13 @@ class StepTimer:
             times.append((start + forward, start + input_grad, weight_grad + (0.0 if merged else start)))
         return times
 
-    def _accumulated(self, plan: Plan, weights: Weights) -> float:
+    def _accumulated(self, plan: Plan, weights: WeightCounts) -> float:
         """Return the seconds to add the gradients of a pipeline's microbatches, which are reduced together."""
         size = 2 * self.workload.reduced_bytes + self.workload.compute_bytes  # a sum is read and written
         added = (plan.microbatches - 1) * self._moved(size * (weights.dense + weights.experts)) if plan.pp > 1 else 0.0
         return self.hardware.slowdown(plan.gpus) * added
 
-    def _fsdp(self, plan: Plan, weights: Weights, computed: float) -> float:
+    def _fsdp(self, plan: Plan, weights: WeightCounts, computed: float) -> float:
         """Return the seconds of gathers and reductions that computation does not hide.
 
         The embedding and the head stay gathered from forward to backward; blocks are gathered again, by default.
@@ -359,7 +359,7 @@ class StepTimer:
             return total + passes * self._copied(plan, weights, dense, weights.experts * (2 if again else 1))
         return max(0.0, total - computed) + total / self.messages.blocks_of_a_rank(plan)
 
-    def _copied(self, plan: Plan, weights: Weights, dense: float, experts: float) -> float:
+    def _copied(self, plan: Plan, weights: WeightCounts, dense: float, experts: float) -> float:
         """Return the seconds to copy weights out of gathered buffers, and gradients into those that are reduced.
 
         `dense`, `experts`: gathered bytes of weights that are no expert's, and gathered weights of experts.

@@ -193,7 +193,7 @@ def _measure(answers: Answers, tasks: dict[str, Any], limit: int) -> dict[str, d
 
     os.environ["DISABLE_MULTIPROC"] = "1"  # its bootstrap would fork next to the threads of torch
 
-    class Model(Answers, LM):
+    class EvalModel(Answers, LM):
         def __init__(self) -> None:
             LM.__init__(self)
             self.__dict__ |= vars(answers)
@@ -216,7 +216,7 @@ def _measure(answers: Answers, tasks: dict[str, Any], limit: int) -> dict[str, d
         kwargs: dict[str, Any] = dict(limit=limit or None, log_samples=False, bootstrap_iters=DRAWS)
         documents = sum(min(limit or len(task.eval_docs), len(task.eval_docs)) for task in tasks.values())
         with time_limit(COUNTING + OF_DOCUMENT * documents):
-            results = evaluate(Model(), {"tasks": tasks}, **kwargs)
+            results = evaluate(EvalModel(), {"tasks": tasks}, **kwargs)
     except Exception as error:  # exceptions of lm-eval, templates and metrics have no common base
         # an error of the model
         if isinstance(error, (JobError, RuntimeError)) and not isinstance(error, RecursionError):

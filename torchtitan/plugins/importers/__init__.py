@@ -18,7 +18,7 @@ from torchtitan.plugins.importers.launchers import MODULES, options_of_file, tak
 from torchtitan.plugins.importers.translation import CommandLine
 
 
-class Source(NamedTuple):
+class ImportSource(NamedTuple):
     """A kind of command line that can be imported.
 
     `script`: the file name of the script, or None for any script with these `flags`, or with an options file that ends
@@ -48,27 +48,27 @@ class Source(NamedTuple):
 
 
 _BUILTIN = {
-    "relora": Source(
+    "relora": ImportSource(
         "torchrun_main.py", "torchtitan.plugins.importers.relora:read", "pretraining with restarted adapters"
     ),
-    "galore": Source(
+    "galore": ImportSource(
         None,
         "torchtitan.plugins.importers.galore:read",
         "LoRA, GaLore and both in 8 bits, compared with AdamW",
         ("mode", "optimizer", "model"),
     ),
-    "axolotl": Source(
+    "axolotl": ImportSource(
         None,
         "torchtitan.plugins.importers.axolotl:read",
         "fine-tuning, with its launcher",
         files=(".yaml", ".yml"),
         uses_accelerate=True,
     ),
-    "deepspeed": Source(
+    "deepspeed": ImportSource(
         None, "torchtitan.plugins.importers.deepspeed:read", "DeepSpeed's ZeRO stages", files=(".json",)
     ),
 }
-SOURCES: Registry[Source] = Registry("torchtitan.importers", _BUILTIN, Source)
+SOURCES: Registry[ImportSource] = Registry("torchtitan.importers", _BUILTIN, ImportSource)
 
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)

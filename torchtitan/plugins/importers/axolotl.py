@@ -15,8 +15,8 @@ from torchtitan.lr_schedules import TRANSFORMERS
 from torchtitan.models import SIZES, family_for_model_type, family_in
 from torchtitan.models.hf.config import CONFIG
 from torchtitan.plugins.importers import deepspeed, launchers
-from torchtitan.plugins.importers.axolotl_adapter import Adapter
-from torchtitan.plugins.importers.axolotl_data import Data, Tokens
+from torchtitan.plugins.importers.axolotl_adapter import AdapterTranslation
+from torchtitan.plugins.importers.axolotl_data import AddedTokens, DataTranslation
 from torchtitan.plugins.importers.axolotl_options import ADAM, DEFAULT_STRATEGY, OPTIMIZERS, read_options
 from torchtitan.plugins.importers.translation import (
     AUTO,
@@ -57,20 +57,20 @@ class _Axolotl:
     def __init__(self, line: CommandLine, draft: JobDraft) -> None:
         self.line, self.draft, self.options = line, draft, read_options(line, draft)
         self.values, self.note, self.refuse = draft.values, draft.notes.append, draft.refuse
-        self.tokens = Tokens(self.options, draft)
+        self.tokens = AddedTokens(self.options, draft)
         max_steps = self.options["max_steps"] or 0
         self.steps = max_steps if max_steps > 0 else None  # length of the run, if the file sets it in steps
 
     def read(self) -> None:
         self.model()
         self.sizes()
-        Data(self.options, self.draft).read()
+        DataTranslation(self.options, self.draft).read()
         self.batch()
         self.length()
         self.precision()
         self.optimizer()
         self.schedule()
-        Adapter(self.options, self.draft, self.tokens.new).read()
+        AdapterTranslation(self.options, self.draft, self.tokens.new).read()
         self.output()
         self.cadence()
         self.validation()

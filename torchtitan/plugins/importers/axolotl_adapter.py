@@ -32,7 +32,7 @@ NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "load_in
 """The 4-bit options of bitsandbytes with the only supported values."""
 
 
-class Adapter:
+class AdapterTranslation:
     """The adapter of one file. `new_tokens`: added tokens; their rows have to be trained."""
 
     def __init__(self, options: Options, draft: JobDraft, new_tokens: Sequence[str]) -> None:

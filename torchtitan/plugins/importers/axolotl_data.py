@@ -44,7 +44,7 @@ RESIZED = "-resized"
 """Suffix of the folder of a model with a larger vocabulary."""
 
 
-class Data:
+class DataTranslation:
     """The data options of one file."""
 
     def __init__(self, options: Options, draft: JobDraft) -> None:
@@ -296,7 +296,7 @@ def entry_of(raw_entry: Any, label: str, draft: JobDraft) -> Mapping[str, Any] |
     return {key: value for table in tables for key, value in table.items() if value is not None and value not in UNSET}
 
 
-class Tokens:
+class AddedTokens:
     """The tokens that a file adds to the vocabulary. `new`: tokens with rows that have to be trained.
 
     Their rows are in a model folder that `torchtitan convert` writes before the job starts.

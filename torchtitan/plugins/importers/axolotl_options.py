@@ -11,7 +11,7 @@ from typing import Any
 
 from torchtitan.config.options import hint
 from torchtitan.core import yaml_file
-from torchtitan.plugins.importers.translation import AUTO, FLOAT16, KINDS, CommandLine, JobDraft, Option, Options, same
+from torchtitan.plugins.importers.translation import AUTO, FLOAT16, KINDS, CommandLine, JobDraft, Options, Setting, same
 
 UNSET = ("", "None", "none", "NA", "null")
 """Spellings of an unset value in flags."""
@@ -26,20 +26,20 @@ STRATEGIES = ("no", "steps", "epoch")
 DTYPES = ("bfloat16", "bf16", "float32", "fp32", "float", AUTO)
 
 NEVER_CODE = "code that comes with a model or with data is never executed"
-NO_FLOAT16 = Option("bool", reason=FLOAT16)
-NO_PUBLISHING = Option("text", reason="models are not published; upload the folder of the export")
+NO_FLOAT16 = Setting("bool", reason=FLOAT16)
+NO_PUBLISHING = Setting("text", reason="models are not published; upload the folder of the export")
 NO_CHOICES = "questions with choices are not supported"
 STAYS_ON_DEVICE = "activations stay on their device"
 NO_OPTION = "this is no option but a name in Axolotl's source; leave it out"
 RESUMES = "a job that is started again resumes by itself; checkpoints of other trainers are not read"
 
 
-def _note(kind: str, note: str) -> Option:
-    return Option(kind, note=note)
+def _note(kind: str, note: str) -> Setting:
+    return Setting(kind, note=note)
 
 
-def _refusal(kind: str, reason: str) -> Option:
-    return Option(kind, reason=reason)
+def _refusal(kind: str, reason: str) -> Setting:
+    return Setting(kind, reason=reason)
 
 
 FAMILY = _note("any", "the folder's config.json tells the family")
@@ -52,52 +52,52 @@ COMPUTED = _note("any", "it is computed, and logged at the start")
 UPLOADS = _note("text", "checkpoints are not uploaded")
 ALWAYS_SKIPPED = "no service is asked; metrics.trackers names trackers"
 
-MODEL: dict[str, Option] = {
-    **same("base_model base_model_config", Option("text")),
+MODEL: dict[str, Setting] = {
+    **same("base_model base_model_config", Setting("text")),
     **same("model_type model_config_type is_falcon_derived_model is_llama_derived_model", FAMILY),
     **same("is_mistral_derived_model is_qwen_derived_model", FAMILY),
-    **same("model_config rope_scaling special_tokens", Option("table")),
+    **same("model_config rope_scaling special_tokens", Setting("table")),
     "model_kwargs": _refusal("table", "models of transformers are not built; set sizes in model.overrides"),
     "model_revision": _note("text", "not checked: download this revision into the folder"),
     "trust_remote_code": _refusal("bool", NEVER_CODE),
     **same("device device_map local_rank world_size", DEVICES),
     **same("tokenizer_type tokenizer_use_fast tokenizer_legacy", TOKENIZER),
-    "tokenizer_config": Option("text", to="model.tokenizer_path"),
-    "tokens": Option("words"),
-    **same("resize_token_embeddings_to_32x s2_attention", Option("bool")),
+    "tokenizer_config": Setting("text", to="model.tokenizer_path"),
+    "tokens": Setting("words"),
+    **same("resize_token_embeddings_to_32x s2_attention", Setting("bool")),
     **same("flash_attention sdp_attention xformers_attention eager_attention flex_attention flash_optimum", KERNEL),
     "flash_attn_cross_entropy": _note("bool", "logits are never all in memory: training.loss_chunks"),
     **same("flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv", COMPILED),
     **same("lora_mlp_kernel lora_qkv_kernel lora_o_kernel", COMPILED),
     **same("liger_rope liger_rms_norm liger_glu_activation liger_fused_linear_cross_entropy", LIGER),
     "plugins": _refusal("list", f"{NEVER_CODE}; kernels (Liger, Cut Cross Entropy) change no result: leave them out"),
-    "torch_compile": Option("bool", to="compile.enable"),
-    "torch_compile_backend": Option("text", to="compile.backend"),
+    "torch_compile": Setting("bool", to="compile.enable"),
+    "torch_compile_backend": Setting("text", to="compile.backend"),
 }
-DATA: dict[str, Option] = {
-    **same("datasets test_datasets", Option("list")),
-    "val_set_size": Option("float"),
-    "pretraining_dataset": Option("any"),
-    **same("chat_template chat_template_jinja train_data_uri val_data_uri", Option("text")),
+DATA: dict[str, Setting] = {
+    **same("datasets test_datasets", Setting("list")),
+    "val_set_size": Setting("float"),
+    "pretraining_dataset": Setting("any"),
+    **same("chat_template chat_template_jinja train_data_uri val_data_uri", Setting("text")),
     "eot_tokens": _note("any", "a turn ends with the special token that the template writes after it"),
-    "default_system_message": Option("text", to="data.default_system"),
-    **same("train_on_inputs sample_packing pad_to_sequence_len group_by_length", Option("bool")),
-    "dataset_prepared_path": Option("text", to="data.cache_dir"),
+    "default_system_message": Setting("text", to="data.default_system"),
+    **same("train_on_inputs sample_packing pad_to_sequence_len group_by_length", Setting("bool")),
+    "dataset_prepared_path": Setting("text", to="data.cache_dir"),
     "is_preprocess": _note("bool", "records are tokenized once, at the start of train"),
-    **same("dataset_processes dataset_num_proc", Option("int", to="data.num_proc")),
+    **same("dataset_processes dataset_num_proc", Setting("int", to="data.num_proc")),
     "dataset_keep_in_memory": _note("bool", "tokenized data are mapped into memory"),
-    **same("dataset_shard_num dataset_shard_idx max_packed_sequence_len", Option("int")),
+    **same("dataset_shard_num dataset_shard_idx max_packed_sequence_len", Setting("int")),
     "push_dataset_to_hub": _refusal("text", "data are not published"),
     "hf_use_auth_token": _note("bool", "a token of the hub is only read from HF_TOKEN, never from a file"),
     "remove_unused_columns": _note("bool", "only the fields of a record's format are read"),
-    "sequence_len": Option("int", to="training.seq_len"),
-    "sample_packing_group_size": Option("int", to="data.packing_window"),
+    "sequence_len": Setting("int", to="training.seq_len"),
+    "sample_packing_group_size": Setting("int", to="data.packing_window"),
     "sample_packing_bin_size": _note("int", "a sample takes as many records as it has room for"),
     "eval_sample_packing": _note("bool", "the validation loss is the same packed or not"),
     **same("sample_packing_eff_est total_num_tokens total_supervised_tokens", COMPUTED),
-    "dataloader_num_workers": Option("int", to="training.dataloader.num_workers"),
-    "dataloader_pin_memory": Option("bool", to="training.dataloader.pin_memory"),
-    "dataloader_prefetch_factor": Option("int", to="training.dataloader.prefetch_factor"),
+    "dataloader_num_workers": Setting("int", to="training.dataloader.num_workers"),
+    "dataloader_pin_memory": Setting("bool", to="training.dataloader.pin_memory"),
+    "dataloader_prefetch_factor": Setting("int", to="training.dataloader.prefetch_factor"),
     "dataloader_drop_last": _note("bool", "the last step is filled up with samples without weight in the loss"),
 }
 _ENTRY_KEYS = """path type conversation name data_files ds_type split field field_messages field_instruction field_input
@@ -105,87 +105,87 @@ _ENTRY_KEYS = """path type conversation name data_files ds_type split field fiel
     system_prompt"""
 ENTRY_KEYS = _ENTRY_KEYS.split()
 """Keys of an entry of datasets, or of a table that is the entry's type."""
-ADAPTER: dict[str, Option] = {
-    "adapter": Option("text"),
-    "lora_r": Option("int", to="adapter.rank"),
-    "lora_alpha": Option("float", to="adapter.alpha"),
-    "lora_dropout": Option("float", to="adapter.dropout"),
-    **same("lora_target_modules lora_modules_to_save unfrozen_parameters", Option("words")),
-    **same("lora_target_linear peft_use_dora load_in_4bit load_in_8bit", Option("bool")),
-    "peft_layers_to_transform": Option("list", to="adapter.layers"),
-    **same("lora_model_dir peft_adapter", Option("text", to="adapter.initial_path")),
+ADAPTER: dict[str, Setting] = {
+    "adapter": Setting("text"),
+    "lora_r": Setting("int", to="adapter.rank"),
+    "lora_alpha": Setting("float", to="adapter.alpha"),
+    "lora_dropout": Setting("float", to="adapter.dropout"),
+    **same("lora_target_modules lora_modules_to_save unfrozen_parameters", Setting("words")),
+    **same("lora_target_linear peft_use_dora load_in_4bit load_in_8bit", Setting("bool")),
+    "peft_layers_to_transform": Setting("list", to="adapter.layers"),
+    **same("lora_model_dir peft_adapter", Setting("text", to="adapter.initial_path")),
     "lora_fan_in_fan_out": _note("bool", "GPT-2's matrices are transposed when they are read"),
     "lora_on_cpu": _note("bool", "torchtitan export merges on the CPU"),
     "merge_lora": _note("bool", "to merge: torchtitan export FOLDER --merge --to MERGED"),
     "peft": _refusal("table", "other initial values of A and B (LoftQ) are not supported"),
-    "peft_use_rslora": Option("bool", to="adapter.rslora"),
-    "loraplus_lr_ratio": Option("float", to="adapter.lr_ratio_b"),
-    **same("relora_steps relora_warmup_steps", Option("int")),
+    "peft_use_rslora": Setting("bool", to="adapter.rslora"),
+    "loraplus_lr_ratio": Setting("float", to="adapter.lr_ratio_b"),
+    **same("relora_steps relora_warmup_steps", Setting("int")),
     "relora_cpu_offload": _note("bool", "matrices are merged on their device"),
-    "bnb_config_kwargs": Option("table"),
+    "bnb_config_kwargs": Setting("table"),
     "gptq": _refusal("bool", "its library is no longer maintained; use adapter: qlora"),
     "gptq_disable_exllama": _note("bool", "GPTQ is not supported"),
 }
-PRECISION: dict[str, Option] = {
-    "bf16": Option("choice", choices=(True, False, AUTO, "full")),
-    "bfloat16": Option("bool"),
-    "torch_dtype": Option("text", choices=DTYPES, reason=FLOAT16),
+PRECISION: dict[str, Setting] = {
+    "bf16": Setting("choice", choices=(True, False, AUTO, "full")),
+    "bfloat16": Setting("bool"),
+    "torch_dtype": Setting("text", choices=DTYPES, reason=FLOAT16),
     **same("fp16 float16", NO_FLOAT16),
     "tf32": _note("bool", "matrix products are in bfloat16 or in full float32"),
-    "gradient_checkpointing": Option(
+    "gradient_checkpointing": Setting(
         "choice", None, "activation_checkpoint.mode", choices=RECOMPUTE, reason=STAYS_ON_DEVICE
     ),
     "gradient_checkpointing_kwargs": _note("table", "recompute is never of the reentrant kind"),
     "activation_offloading": _refusal("bool", f"{STAYS_ON_DEVICE}; gradient_checkpointing keeps fewer"),
-    **same("gpu_memory_limit max_memory", Option("any")),
+    **same("gpu_memory_limit max_memory", Setting("any")),
 }
-OPTIMIZATION: dict[str, Option] = {
-    "optimizer": Option("text", None, "optimizer.name", OPTIMIZERS, reason="others are not supported"),
-    "learning_rate": Option("float", to="optimizer.lr", required=True),
-    "weight_decay": Option("float", to="optimizer.weight_decay"),
-    **same("adam_beta1 adam_beta2 adam_epsilon", Option("float")),
-    "max_grad_norm": Option("float", to="training.max_norm"),
+OPTIMIZATION: dict[str, Setting] = {
+    "optimizer": Setting("text", None, "optimizer.name", OPTIMIZERS, reason="others are not supported"),
+    "learning_rate": Setting("float", to="optimizer.lr", required=True),
+    "weight_decay": Setting("float", to="optimizer.weight_decay"),
+    **same("adam_beta1 adam_beta2 adam_epsilon", Setting("float")),
+    "max_grad_norm": Setting("float", to="training.max_norm"),
     "torchdistx_path": _refusal("text", "torchdistx is not needed for optimizer: adamw_anyprecision"),
-    "lr_scheduler": Option("text", None, "lr_scheduler.decay_type", SCHEDULES, reason="others are not supported"),
+    "lr_scheduler": Setting("text", None, "lr_scheduler.decay_type", SCHEDULES, reason="others are not supported"),
     "lr_scheduler_kwargs": _refusal("table", "write the schedule's settings into [lr_scheduler]"),
-    "cosine_min_lr_ratio": Option("float"),
-    "lr_quadratic_warmup": Option("bool", to="lr_scheduler.warmup_type", choices={True: "quadratic", False: None}),
-    "warmup_steps": Option("int"),
-    "warmup_ratio": Option("float"),
-    **same("neftune_noise_alpha noisy_embedding_alpha", Option("float", to="training.neftune_alpha")),
-    "micro_batch_size": Option("int", to="training.local_batch_size", least=1),
-    **same("gradient_accumulation_steps batch_size eval_batch_size max_steps", Option("int")),
-    "num_epochs": Option("float"),
-    "seed": Option("int", to="debug.seed"),
+    "cosine_min_lr_ratio": Setting("float"),
+    "lr_quadratic_warmup": Setting("bool", to="lr_scheduler.warmup_type", choices={True: "quadratic", False: None}),
+    "warmup_steps": Setting("int"),
+    "warmup_ratio": Setting("float"),
+    **same("neftune_noise_alpha noisy_embedding_alpha", Setting("float", to="training.neftune_alpha")),
+    "micro_batch_size": Setting("int", to="training.local_batch_size", least=1),
+    **same("gradient_accumulation_steps batch_size eval_batch_size max_steps", Setting("int")),
+    "num_epochs": Setting("float"),
+    "seed": Setting("int", to="debug.seed"),
 }
-OUTPUT: dict[str, Option] = {
-    **same("eval_steps save_steps logging_steps", Option("float")),
-    **same("evaluation_strategy eval_strategy save_strategy", Option("word", choices=STRATEGIES)),
-    **same("evals_per_epoch saves_per_epoch early_stopping_patience eval_table_size", Option("int")),
-    "save_total_limit": Option("int"),
-    **same("load_best_model_at_end greater_is_better cleanup_output_dir_on_start", Option("bool")),
-    "metric_for_best_model": Option("text"),
-    "loss_watchdog_threshold": Option("float", to="guard.loss_threshold"),
-    "loss_watchdog_patience": Option("int", to="guard.loss_patience"),
-    "eval_table_max_new_tokens": Option("int"),
+OUTPUT: dict[str, Setting] = {
+    **same("eval_steps save_steps logging_steps", Setting("float")),
+    **same("evaluation_strategy eval_strategy save_strategy", Setting("word", choices=STRATEGIES)),
+    **same("evals_per_epoch saves_per_epoch early_stopping_patience eval_table_size", Setting("int")),
+    "save_total_limit": Setting("int"),
+    **same("load_best_model_at_end greater_is_better cleanup_output_dir_on_start", Setting("bool")),
+    "metric_for_best_model": Setting("text"),
+    "loss_watchdog_threshold": Setting("float", to="guard.loss_threshold"),
+    "loss_watchdog_patience": Setting("int", to="guard.loss_patience"),
+    "eval_table_max_new_tokens": Setting("int"),
     "do_bench_eval": _refusal("bool", NO_CHOICES),
     "bench_dataset": _refusal("text", NO_CHOICES),
-    "output_dir": Option("text", to="job.dump_folder"),
-    "resume_from_checkpoint": Option("choice", choices=(True, False, AUTO), reason=RESUMES),
+    "output_dir": Setting("text", to="job.dump_folder"),
+    "resume_from_checkpoint": Setting("choice", choices=(True, False, AUTO), reason=RESUMES),
     "auto_resume_from_checkpoints": _note("bool", "a job that is started again resumes by itself"),
-    "save_safetensors": Option("bool", choices=(True,), reason="weights are never pickled"),
+    "save_safetensors": Setting("bool", choices=(True,), reason="weights are never pickled"),
     **same("hub_model_id hub_strategy push_to_hub_model_id", NO_PUBLISHING),
-    "use_wandb": Option("bool", to="metrics.enable_wandb"),
-    "wandb_project": Option("text"),
-    **same("wandb_name mlfoundry_run_name", Option("text", to="job.description")),
+    "use_wandb": Setting("bool", to="metrics.enable_wandb"),
+    "wandb_project": Setting("text"),
+    **same("wandb_name mlfoundry_run_name", Setting("text", to="job.description")),
     "wandb_run_id": _note("text", "a resumed run continues its run in Weights & Biases by itself"),
     "wandb_entity": _note("text", "set WANDB_ENTITY in the environment instead"),
     "wandb_mode": _note("text", "set WANDB_MODE in the environment instead"),
     "wandb_watch": _note("text", "metrics.histogram_freq writes histograms of weights and gradients"),
     "wandb_log_model": UPLOADS,
-    "use_tensorboard": Option("bool", to="metrics.enable_tensorboard"),
+    "use_tensorboard": Setting("bool", to="metrics.enable_tensorboard"),
     "include_tokens_per_second": _note("bool", "tokens per second are always in metrics.jsonl"),
-    "use_mlflow": Option("bool", to="metrics.trackers", choices={True: ["mlflow"], False: None}),
+    "use_mlflow": Setting("bool", to="metrics.trackers", choices={True: ["mlflow"], False: None}),
     "mlflow_experiment_name": _note("text", "set MLFLOW_EXPERIMENT_NAME in the environment instead"),
     "axolotl_config_path": _note("text", "the job is always written into job.dump_folder"),
     "mlfoundry_enable_reporting": _note("bool", ALWAYS_SKIPPED),
@@ -193,9 +193,9 @@ OUTPUT: dict[str, Option] = {
     "mlfoundry_checkpoint_artifact_name": UPLOADS,
     "mlfoundry_log_checkpoints": _note("bool", UPLOADS.note),
 }
-PREFERENCE: dict[str, Option] = {
-    "rl": Option("text"),
-    **same("dpo_beta dpo_label_smoothing rl_beta orpo_alpha", Option("float")),
+PREFERENCE: dict[str, Setting] = {
+    "rl": Setting("text"),
+    **same("dpo_beta dpo_label_smoothing rl_beta orpo_alpha", Setting("float")),
     "rpo_alpha": _refusal("float", "dpo only learns preferences; orpo learns the preferred answers too"),
     "simpo_gamma": _refusal("float", "SimPO is not supported"),
     "cpo_alpha": _refusal("float", "CPO is not supported"),
@@ -204,15 +204,15 @@ PREFERENCE: dict[str, Option] = {
     "rl_adapter_ref_model": _note("bool", "the reference is always base_model"),
     "precompute_ref_log_probs": _note("bool", "reference log-probabilities are always computed once before training"),
 }
-PLAN: dict[str, Option] = {
+PLAN: dict[str, Setting] = {
     "ddp": _note("bool", "without fsdp and deepspeed every rank has the whole model"),
-    "ddp_timeout": Option("int", to="comm.train_timeout_seconds"),
+    "ddp_timeout": Setting("int", to="comm.train_timeout_seconds"),
     "ddp_bucket_cap_mb": _note("int", "gradients are exchanged block by block"),
     "ddp_broadcast_buffers": _note("bool", "buffers are the same on all ranks"),
-    "fsdp": Option("list"),
-    "fsdp_config": Option("table"),
+    "fsdp": Setting("list"),
+    "fsdp_config": Setting("table"),
     "fsdp_version": _note("int", "FSDP2 (fully_shard) is used, Axolotl's version 2"),
-    "deepspeed": Option("text"),
+    "deepspeed": Setting("text"),
     "zero_optimization": _refusal("any", "a key of a DeepSpeed file; name that file by deepspeed"),
     "strict": _note("bool", "unknown options are always refused"),
     "debug": _note("bool", "torchtitan preview shows the samples"),

@@ -18,7 +18,7 @@ from torchtitan.lr_schedules import TORCHTITAN
 from torchtitan.models import FROM_HF
 from torchtitan.models.hf.config import read_json
 from torchtitan.plugins.importers.relora_flags import GALORE_TORCH
-from torchtitan.plugins.importers.translation import LINEARS, Option, Script, is_finite, targets_of
+from torchtitan.plugins.importers.translation import LINEARS, Script, Setting, is_finite, targets_of
 
 OPTIMIZERS = ("lora", "galore", "galore8bit", "lora+galore8bit", "baseline")
 MODELS = {
@@ -30,22 +30,22 @@ MODELS = {
 }
 """--model -> (family, size, folder of the tokenizer)."""
 NO_FLOAT16 = "float16 overflows without a scaler, and GaLore finds no bases of such gradients; bf16 needs none"
-FLAGS: dict[str, Option] = {
-    "mode": Option("text", required=True, choices=("pretraining", "finetuning")),
-    "optimizer": Option("text", required=True, choices=OPTIMIZERS),
-    "model": Option("text", required=True, choices=tuple(MODELS)),
-    "batch_size": Option("int", 16, to="training.local_batch_size", least=1),
-    "num_epochs": Option("int", 30, least=1),
-    "max_length": Option("int", 512, to="training.seq_len", least=1),
-    "num_training_tokens": Option("float", 1e9, least=1),
-    "shuffle": Option("bool", True, to="training.shuffle"),
-    "dtype": Option("text", choices=("bf16",), reason=NO_FLOAT16),
-    "lr": Option("float", 4e-4, to="optimizer.lr"),
-    "weight_decay": Option("float", 0.01, to="optimizer.weight_decay"),
-    "tmax": Option("int", 30, least=1),
-    "lora_config": Option("text"),
-    "galore_config": Option("text"),
-    "test": Option("bool", False, to="checkpoint.enable", choices={True: False, False: True}),
+FLAGS: dict[str, Setting] = {
+    "mode": Setting("text", required=True, choices=("pretraining", "finetuning")),
+    "optimizer": Setting("text", required=True, choices=OPTIMIZERS),
+    "model": Setting("text", required=True, choices=tuple(MODELS)),
+    "batch_size": Setting("int", 16, to="training.local_batch_size", least=1),
+    "num_epochs": Setting("int", 30, least=1),
+    "max_length": Setting("int", 512, to="training.seq_len", least=1),
+    "num_training_tokens": Setting("float", 1e9, least=1),
+    "shuffle": Setting("bool", True, to="training.shuffle"),
+    "dtype": Setting("text", choices=("bf16",), reason=NO_FLOAT16),
+    "lr": Setting("float", 4e-4, to="optimizer.lr"),
+    "weight_decay": Setting("float", 0.01, to="optimizer.weight_decay"),
+    "tmax": Setting("int", 30, least=1),
+    "lora_config": Setting("text"),
+    "galore_config": Setting("text"),
+    "test": Setting("bool", False, to="checkpoint.enable", choices={True: False, False: True}),
 }
 CONSTANTS = {
     "optimizer.name": "AdamW",

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.config.options import hint
-from torchtitan.plugins.importers.translation import FLOAT16, KINDS, CommandLine, JobDraft, Option, same
+from torchtitan.plugins.importers.translation import FLOAT16, KINDS, CommandLine, JobDraft, Setting, same
 
 START = "torchtitan train starts the ranks"
 """The note of options that say how processes are started, and nothing about the training."""
@@ -24,56 +24,56 @@ NO_DISK = "offloading to disks is not supported"
 NUMA = "ranks always run on the processors next to their GPU"
 FIXED_RANKS = "the number of ranks does not change within a run"
 
-FLAG, TEXT, INT = Option("bool"), Option("text"), Option("int")
+FLAG, TEXT, INT = Setting("bool"), Setting("text"), Setting("int")
 """Options that the code below reads. An option of kind bool takes no value."""
-START_FLAG, START_TEXT = Option("bool", note=START), Option("text", note=START)
-MACHINES_FLAG, MACHINES_TEXT = Option("bool", note=MACHINES), Option("text", note=MACHINES)
+START_FLAG, START_TEXT = Setting("bool", note=START), Setting("text", note=START)
+MACHINES_FLAG, MACHINES_TEXT = Setting("bool", note=MACHINES), Setting("text", note=MACHINES)
 
 
-def _noted(note: str) -> Option:
-    return Option("text", note=note)
+def _noted(note: str) -> Setting:
+    return Setting("text", note=note)
 
 
-def _refused(reason: str) -> Option:
-    return Option("text", reason=reason)
+def _refused(reason: str) -> Setting:
+    return Setting("text", reason=reason)
 
 
-ACCELERATE: dict[str, Option] = {
+ACCELERATE: dict[str, Setting] = {
     **same("config_file mixed_precision", TEXT),
     "num_processes": INT,
     **same("quiet multi_gpu module m no_python q no_tpu_cluster", START_FLAG),
     **same("tee t log_dir role monitor_interval rdzv_conf", START_TEXT),
     **same("num_machines machine_rank main_process_ip main_process_port rdzv_backend mpirun_hostfile", MACHINES_TEXT),
     "same_network": MACHINES_FLAG,
-    "max_restarts": Option("int", to="job.max_restarts"),
-    "cpu": Option("bool", note="an empty CUDA_VISIBLE_DEVICES in the environment keeps a job on the CPU"),
+    "max_restarts": Setting("int", to="job.max_restarts"),
+    "cpu": Setting("bool", note="an empty CUDA_VISIBLE_DEVICES in the environment keeps a job on the CPU"),
     "gpu_ids": _noted("set CUDA_VISIBLE_DEVICES in the environment to choose the GPUs"),
-    "num_cpu_threads_per_process": Option("int", note="set OMP_NUM_THREADS in the environment instead"),
-    "enable_cpu_affinity": Option("bool", note=NUMA),
-    "debug": Option("bool", note="it only checks what ranks send each other"),
-    **same("tpu tpu_cluster tpu_use_sudo downcast_bf16", Option("bool", reason=NO_TPU)),
+    "num_cpu_threads_per_process": Setting("int", note="set OMP_NUM_THREADS in the environment instead"),
+    "enable_cpu_affinity": Setting("bool", note=NUMA),
+    "debug": Setting("bool", note="it only checks what ranks send each other"),
+    **same("tpu tpu_cluster tpu_use_sudo downcast_bf16", Setting("bool", reason=NO_TPU)),
     **same("vm env main_training_function", _refused(NO_TPU)),
     **same("aws_access_key_id aws_secret_access_key", _refused("SageMaker is not supported")),
 }
-COMPILE: dict[str, Option] = {
+COMPILE: dict[str, Setting] = {
     **same("dynamo_backend dynamo_mode", TEXT),
-    "dynamo_use_fullgraph": Option("bool", note="blocks are always compiled as one graph each"),
-    "dynamo_use_dynamic": Option("bool", note="shapes are dynamic only if batches have several lengths"),
-    "dynamo_use_regional_compilation": Option("bool", note="blocks are always compiled one by one"),
+    "dynamo_use_fullgraph": Setting("bool", note="blocks are always compiled as one graph each"),
+    "dynamo_use_dynamic": Setting("bool", note="shapes are dynamic only if batches have several lengths"),
+    "dynamo_use_regional_compilation": Setting("bool", note="blocks are always compiled one by one"),
 }
-DEEPSPEED: dict[str, Option] = {
+DEEPSPEED: dict[str, Setting] = {
     "use_deepspeed": FLAG,
     **same("zero_stage gradient_accumulation_steps", INT),
     **same("deepspeed_config_file offload_optimizer_device offload_param_device", TEXT),
     **same("offload_optimizer_nvme_path offload_param_nvme_path", _refused(NO_DISK)),
-    "gradient_clipping": Option("float"),
+    "gradient_clipping": Setting("float"),
     "zero3_init_flag": _noted("weights are always created on the rank that holds them"),
     "zero3_save_16bit_model": _noted("checkpoint.export_dtype is the type of exported weights"),
     **same("deepspeed_hostfile deepspeed_exclusion_filter deepspeed_inclusion_filter", MACHINES_TEXT),
     "deepspeed_multinode_launcher": MACHINES_TEXT,
     "deepspeed_moe_layer_cls_names": _noted("parameters are gathered block by block, including experts"),
 }
-FSDP: dict[str, Option] = {
+FSDP: dict[str, Setting] = {
     "use_fsdp": FLAG,
     **same("fsdp_sharding_strategy fsdp_reshard_after_forward fsdp_offload_params fsdp_activation_checkpointing", TEXT),
     "fsdp_activation_checkpointing_offload": TEXT,
@@ -90,13 +90,13 @@ FSDP: dict[str, Option] = {
         _noted("each rank reads only its own part of a checkpoint"),
     ),
 }
-PARALLELISM: dict[str, Option] = {
+PARALLELISM: dict[str, Setting] = {
     "use_parallelism_config": FLAG,
-    "parallelism_config_dp_replicate_size": Option("int", to="parallelism.data_parallel_replicate_degree"),
-    "parallelism_config_dp_shard_size": Option("int", to="parallelism.data_parallel_shard_degree"),
-    "parallelism_config_tp_size": Option("int", to="parallelism.tensor_parallel_degree"),
-    "parallelism_config_cp_size": Option("int", to="parallelism.context_parallel_degree"),
-    "parallelism_config_cp_comm_strategy": Option("text", to="parallelism.context_parallel_rotate_method"),
+    "parallelism_config_dp_replicate_size": Setting("int", to="parallelism.data_parallel_replicate_degree"),
+    "parallelism_config_dp_shard_size": Setting("int", to="parallelism.data_parallel_shard_degree"),
+    "parallelism_config_tp_size": Setting("int", to="parallelism.tensor_parallel_degree"),
+    "parallelism_config_cp_size": Setting("int", to="parallelism.context_parallel_degree"),
+    "parallelism_config_cp_comm_strategy": Setting("text", to="parallelism.context_parallel_rotate_method"),
     "parallelism_config_cp_backend": _noted("context parallelism has one backend"),
     "parallelism_config_sp_size": INT,
     **same(
@@ -105,7 +105,7 @@ PARALLELISM: dict[str, Option] = {
         _refused(NO_SEQUENCE_PARALLEL),
     ),
 }
-MEGATRON: dict[str, Option] = same(
+MEGATRON: dict[str, Setting] = same(
     """tp_degree use_custom_fsdp no_load_optim eod_mask_loss overlap_cpu_optimizer_d2h_h2d no_save_optim
     optimizer_cpu_offload use_precision_aware_optimizer decoder_last_pipeline_num_layers pp_degree num_micro_batches
     sequence_parallelism recompute_activations use_distributed_optimizer gradient_clipping recompute_granularity
@@ -114,19 +114,19 @@ MEGATRON: dict[str, Option] = same(
     use_rotary_position_embeddings""",
     _refused(NO_MEGATRON),
 )
-FP8: dict[str, Option] = same(
+FP8: dict[str, Setting] = same(
     """fp8_backend fp8_margin fp8_interval fp8_format fp8_amax_history_len fp8_amax_compute_algo
     fp8_override_linear_precision fp8_opt_level fp8_enable_fsdp_float8_all_gather fp8_pad_inner_dim""",
     _refused(NO_FP8),
 )
 SETUP = COMPILE | DEEPSPEED | FSDP | PARALLELISM | FP8
 SETUP |= {f"megatron_lm_{name}": option for name, option in MEGATRON.items()}
-SETUP |= {"use_megatron_lm": Option("bool", reason=NO_MEGATRON), "mixed_precision": TEXT}
-SETUP |= {"fp8_use_autocast_during_eval": Option("bool", reason=NO_FP8)}
+SETUP |= {"use_megatron_lm": Setting("bool", reason=NO_MEGATRON), "mixed_precision": TEXT}
+SETUP |= {"fp8_use_autocast_during_eval": Setting("bool", reason=NO_FP8)}
 """What accelerate sets up for a script that asks it to. In other scripts it has no effect."""
-TORCHRUN: dict[str, Option] = {
+TORCHRUN: dict[str, Setting] = {
     **same("nproc_per_node nnodes", TEXT),
-    "max_restarts": Option("int", to="job.max_restarts"),
+    "max_restarts": Setting("int", to="job.max_restarts"),
     **same("standalone m module no_python run_path virtual_local_rank use_env", START_FLAG),
     **same("monitor_interval start_method event_log_handler role log_dir redirects r tee t", START_TEXT),
     **same("local_ranks_filter duplicate_stdout_filters duplicate_stderr_filters logs_specs", START_TEXT),
@@ -134,19 +134,19 @@ TORCHRUN: dict[str, Option] = {
     **same("rdzv_backend rdzv_endpoint rdzv_id rdzv_conf node_rank master_addr master_port local_addr", MACHINES_TEXT),
     "numa_binding": _noted(NUMA),
 }
-DEEPSPEED_LAUNCHER: dict[str, Option] = {
+DEEPSPEED_LAUNCHER: dict[str, Setting] = {
     **same("num_gpus num_nodes", INT),
     **same("module no_python no_local_rank enable_each_rank_log save_pid", START_FLAG),
     **same("hostfile H include i exclude e master_addr master_port node_rank", MACHINES_TEXT),
     **same("launcher launcher_args ssh_port", MACHINES_TEXT),
     **same("force_multi no_ssh no_ssh_check", MACHINES_FLAG),
-    "bind_cores_to_rank": Option("bool", note=NUMA),
+    "bind_cores_to_rank": Setting("bool", note=NUMA),
     "bind_core_list": _noted(NUMA),
     "autotuning": _refused("torchtitan bench measures the time and memory of a job at other sizes"),
-    "elastic_training": Option("bool", reason=FIXED_RANKS),
-    **same("min_elastic_nodes max_elastic_nodes", Option("int", reason=FIXED_RANKS)),
+    "elastic_training": Setting("bool", reason=FIXED_RANKS),
+    **same("min_elastic_nodes max_elastic_nodes", Setting("int", reason=FIXED_RANKS)),
 }
-OPTIONS: dict[str, dict[str, Option]] = {
+OPTIONS: dict[str, dict[str, Setting]] = {
     "accelerate": ACCELERATE | SETUP,
     "torchrun": TORCHRUN,
     "deepspeed": DEEPSPEED_LAUNCHER,

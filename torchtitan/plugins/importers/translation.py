@@ -1,6 +1,6 @@
 """The options of other programs, and the draft of a job that they are translated to.
 
-A program has a table of `Option`s. Each entry gives the type of an option and its translation: an option of the job,
+A program has a table of `Setting`s. Each entry gives the type of an option and its translation: an option of the job,
 a note, or a refusal. Translations of several options together are code of the program's reader.
 
 Also the names of linear layers in other libraries, and the options of a job that starts from a Hugging Face folder.
@@ -43,7 +43,7 @@ class CommandLine:
 
 
 @dataclass(frozen=True)
-class Option:
+class Setting:
     """An option of another program, and its translation to a job.
 
     `kind`: a key of KINDS. `default`: the program's own default, written into the job if `to` is set. `to`: the options
@@ -66,10 +66,10 @@ class Option:
         return one_of(self.choices) if self.choices else KINDS[self.kind][0]
 
 
-Table = Mapping[str, Option]
+Table = Mapping[str, Setting]
 
 
-def same(names: str, option: Option) -> dict[str, Option]:
+def same(names: str, option: Setting) -> dict[str, Setting]:
     """Return table entries for several options, separated by blanks, that are treated alike."""
     return dict.fromkeys(names.split(), option)
 
@@ -99,7 +99,7 @@ class JobDraft:
     def refuse(self, name: str, value: Any, allowed: str, remedy: str = "") -> None:
         self.faults.append(Fault(self.source, f"{self.prefix}{name}", show(value), allowed, remedy))
 
-    def apply(self, name: str, option: Option, value: Any) -> None:
+    def apply(self, name: str, option: Setting, value: Any) -> None:
         """Record what becomes of an option's valid value: a refusal, a note, or values of the job, as `option` says.
 
         `name`: the option without prefix. `value`: as set, or the program's default.
@@ -261,7 +261,7 @@ def _unabbreviated(name: str, flags: Iterable[str]) -> str:
     return matches[0] if len(matches) == 1 and name not in matches else name
 
 
-def _flag_value(option: Option, text: str | None) -> Any | None:
+def _flag_value(option: Setting, text: str | None) -> Any | None:
     """Parse a flag as the script does, more strictly than YAML. Returns None if it is invalid."""
     if option.kind == "bool":
         return True if text is None else BOOLEANS.get(text.lower())

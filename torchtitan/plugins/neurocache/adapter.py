@@ -29,7 +29,7 @@ from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.plugins.neurocache.attention import CachedAttention
 from torchtitan.plugins.neurocache.authors_format import load, save, tensor_names
 from torchtitan.plugins.neurocache.cache import HitStatistics
-from torchtitan.plugins.neurocache.memory import Memory
+from torchtitan.plugins.neurocache.memory import CacheMemory
 from torchtitan.plugins.neurocache.sizes import cache_flops, cache_misfits, layers_of, split_layers_message
 
 PCA_SEGMENTS = 256
@@ -90,7 +90,7 @@ class Neurocache(Adapter, StatefulAdapter):
             attention.measures = options.track_hits
         reads_stream = blocks[str(layers.first)].order == "post"
         with norm.weight.device:
-            model.memory = Memory(options, layers, model.args.dim, reads_stream).to(**kwargs)
+            model.memory = CacheMemory(options, layers, model.args.dim, reads_stream).to(**kwargs)
         return replace(
             plan,
             column=(*plan.column, "attention.cache.wq"),
@@ -272,5 +272,5 @@ def principal_directions(moments: torch.Tensor, width: int) -> torch.Tensor:
     return directions * largest.sign()
 
 
-def memories(parts: Iterable[nn.Module]) -> list[Memory]:
+def memories(parts: Iterable[nn.Module]) -> list[CacheMemory]:
     return [part.memory for part in parts if getattr(part, "memory", None) is not None]

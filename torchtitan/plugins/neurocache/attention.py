@@ -129,17 +129,17 @@ class CacheAttention(nn.Module):
     def __init__(self, attention: nn.Module, width: int, context: int, scrambled: bool):
         super().__init__()
         self.head_dim = attention.head_dim
-        self.wq = Projection(attention.wq.in_features, attention.wq.out_features, bias=False)
+        self.wq = CacheProjection(attention.wq.in_features, attention.wq.out_features, bias=False)
         heads = attention.wk.out_features // attention.head_dim
         self.reading = EntryAttention(width, heads, attention.head_dim, context, scrambled)
-        self.wo = Projection(attention.wo.in_features, attention.wo.out_features, bias=False)
+        self.wo = CacheProjection(attention.wo.in_features, attention.wo.out_features, bias=False)
 
     def forward(self, x: torch.Tensor, retrieved: Retrieved) -> torch.Tensor:
         read = self.reading(self.wq(x).unflatten(-1, (-1, self.head_dim)), retrieved)
         return self.wo(read.flatten(-2))
 
 
-class Projection(nn.Linear):
+class CacheProjection(nn.Linear):
     def parameter_init(self, name: str) -> Init:
         return Normal(self.in_features**-0.5)
 

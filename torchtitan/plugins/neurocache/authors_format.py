@@ -13,7 +13,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
 from torchtitan.core.foreign_files import DeclaredKeys
 from torchtitan.models.hf.config import read_json
-from torchtitan.plugins.neurocache.options import Neurocache as Options
+from torchtitan.plugins.neurocache.options import NeurocacheOptions as Options
 from torchtitan.plugins.neurocache.sizes import CacheLayers, layers_of
 
 if TYPE_CHECKING:  # torch is not imported, as jobs are checked before they start

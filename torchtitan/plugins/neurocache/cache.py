@@ -163,7 +163,7 @@ def _ages(ranked: torch.Tensor) -> torch.Tensor:
 _NEVER = torch.iinfo(torch.int32).max
 
 
-class Segment(NamedTuple):
+class CacheSegment(NamedTuple):
     """Segments of some lanes to be stored.
 
     `lanes`: slice of b lanes. `counts` [b]: entries stored before. `filled` [b]: tokens that are no padding. `states`:
@@ -177,7 +177,7 @@ class Segment(NamedTuple):
     used: dict[int, EntryAges]  # by storing layer, its entries that were retrieved
 
 
-class Store:
+class CacheStore:
     """Entries of `lanes` documents, `size` each, with tensors of these `widths` by name for every storing layer.
 
     `order`: "fifo" retains the entries that were stored last, as a ring buffer; "lru" the entries that were retrieved
@@ -233,7 +233,7 @@ class Store:
         return min(self.most, self.size)
 
     @torch.no_grad()
-    def commit(self, segment: Segment) -> None:
+    def commit(self, segment: CacheSegment) -> None:
         """Store a segment in place. Computations that read the old entries must have finished."""
         length = next(iter(segment.states.values())).shape[1]
         assert length <= self.size, "two tokens of a segment would have one place"
@@ -259,7 +259,7 @@ class Store:
         self.counts[segment.lanes] = first + segment.filled
         self.most = min(self.size, self.most + length) if self.order == "lru" else self.most + length
 
-    def _make_room(self, segment: Segment) -> torch.Tensor:
+    def _make_room(self, segment: CacheSegment) -> torch.Tensor:
         """Evict the least recently used entries until the segment fits, compact the others and return their number.
 
         Entries that the segment's tokens retrieved count as used now.

@@ -14,12 +14,12 @@ from torchtitan.core.errors import JobError
 from torchtitan.lr_schedules import TRANSFORMERS
 from torchtitan.models import CONFIG_CONVERTERS, SIZES, family_in
 from torchtitan.models.hf.config import CONFIG
-from torchtitan.plugins.importers import Source
-from torchtitan.plugins.importers.translation import CommandLine, Option, Script, from_folder, targets_of
+from torchtitan.plugins.importers import ImportSource
+from torchtitan.plugins.importers.translation import CommandLine, Script, Setting, from_folder, targets_of
 from torchtitan.plugins.neurocache.authors_format import CONFIG as ADAPTER
 from torchtitan.plugins.neurocache.authors_format import OPTION_NAMES, options_of
 from torchtitan.plugins.neurocache.authors_format import read as read_adapter
-from torchtitan.plugins.neurocache.options import Neurocache
+from torchtitan.plugins.neurocache.options import NeurocacheOptions
 from torchtitan.plugins.neurocache.sizes import KEY, layers_of
 
 SCHEDULES = {"linear": "linear", "cosine": "cosine", "cosine_with_restarts": "cosine_restarts", "polynomial": "linear"}
@@ -27,59 +27,59 @@ SCHEDULES |= {"constant": "constant", "constant_with_warmup": "constant"}
 LAST_RATE = 1e-7
 """Final learning rate of the script's polynomial schedule."""
 NO_STATES = "states of accelerate are not read; a job that is started again resumes from its own newest checkpoint"
-FLAGS: dict[str, Option] = {
-    "model_name_or_path": Option("text", required=True),
-    "dataset_name": Option("text", required=True),
-    "tokenizer_name": Option("text"),
-    "train_split": Option("text", "train"),
-    "eval_split": Option("text", "validation"),
-    "test_split": Option("text", "test"),
-    "per_device_batch_size": Option("int", least=1),  # older name of the next two
-    "per_device_train_batch_size": Option("int", 2, least=1),
-    "per_device_eval_batch_size": Option("int", 4, least=1),
-    "sequence_length": Option("int", 1024, to="training.seq_len", least=1),
-    "gradient_accumulation_steps": Option("int", 8, least=1),
-    "max_train_steps": Option("int", 25_000, to="training.steps", least=1),
-    "max_eval_steps": Option("int", 250, to="validation.steps", least=1),
-    "evaluate_every_steps": Option("int", 500, to="validation.freq"),
-    "checkpointing_steps": Option("int", 2_000, to="checkpoint.interval"),
-    "keep_n_checkpoints": Option("int", 2),
-    "logging_steps": Option("int", 100, to="metrics.log_freq"),
-    "learning_rate": Option("float", 1e-4, to="optimizer.lr"),
-    "num_warmup_steps": Option("int", 1_000),
-    "lr_scheduler_type": Option("text", "cosine", to="lr_scheduler.decay_type", choices=SCHEDULES),
-    "weight_decay": Option("float", 0.0, to="optimizer.weight_decay"),
-    "max_grad_norm": Option("float", 1.0, to="training.max_norm"),
-    "seed": Option("int", 1_234_567, to="debug.seed"),
-    "nf4": Option("bool", False),
-    "disable_grad_checkpointing": Option(
+FLAGS: dict[str, Setting] = {
+    "model_name_or_path": Setting("text", required=True),
+    "dataset_name": Setting("text", required=True),
+    "tokenizer_name": Setting("text"),
+    "train_split": Setting("text", "train"),
+    "eval_split": Setting("text", "validation"),
+    "test_split": Setting("text", "test"),
+    "per_device_batch_size": Setting("int", least=1),  # older name of the next two
+    "per_device_train_batch_size": Setting("int", 2, least=1),
+    "per_device_eval_batch_size": Setting("int", 4, least=1),
+    "sequence_length": Setting("int", 1024, to="training.seq_len", least=1),
+    "gradient_accumulation_steps": Setting("int", 8, least=1),
+    "max_train_steps": Setting("int", 25_000, to="training.steps", least=1),
+    "max_eval_steps": Setting("int", 250, to="validation.steps", least=1),
+    "evaluate_every_steps": Setting("int", 500, to="validation.freq"),
+    "checkpointing_steps": Setting("int", 2_000, to="checkpoint.interval"),
+    "keep_n_checkpoints": Setting("int", 2),
+    "logging_steps": Setting("int", 100, to="metrics.log_freq"),
+    "learning_rate": Setting("float", 1e-4, to="optimizer.lr"),
+    "num_warmup_steps": Setting("int", 1_000),
+    "lr_scheduler_type": Setting("text", "cosine", to="lr_scheduler.decay_type", choices=SCHEDULES),
+    "weight_decay": Setting("float", 0.0, to="optimizer.weight_decay"),
+    "max_grad_norm": Setting("float", 1.0, to="training.max_norm"),
+    "seed": Setting("int", 1_234_567, to="debug.seed"),
+    "nf4": Setting("bool", False),
+    "disable_grad_checkpointing": Setting(
         "bool", False, to="activation_checkpoint.mode", choices={True: "none", False: "full"}
     ),
-    "disable_lora": Option("bool", False),
-    "lora_r": Option("int", 32),
-    "lora_alpha": Option("float", 64.0),
-    "lora_dropout": Option("float", 0.1),
-    "lora_modules": Option("text", "gate_proj,up_proj,down_proj"),
-    "disable_neurocache": Option("bool", False),
-    "only_evaluate": Option("bool", False),
-    "pretrained_neurocache": Option("text"),
-    "save_and_quit": Option("bool", False, reason="torchtitan export RUN --to FOLDER writes a run's adapter"),
-    "resume_from_checkpoint": Option("text", "", reason=NO_STATES),
-    "output_dir": Option("text", to="job.dump_folder", required=True),
-    "with_tracking": Option("bool", True),
-    "report_to": Option("text", "tensorboard"),
-    "cache_size": Option("int", 16_384),
-    "cache_type": Option("text", "fifo", choices=("fifo", "lru")),
-    "cache_dtype": Option("text", "bfloat16", choices=("bfloat16", "float16", "float32")),
-    "compression_factor": Option("int", 4),
-    "topk": Option("int", 16),
-    "neighborhood_size": Option("int", 2),
-    "context_size": Option("int", 2),
-    "similarity_fn": Option("text", "l2", choices=("l2", "dot")),
-    "global_cache": Option("bool", False),
-    "retrieval_map": Option("text"),
-    "cache_layers": Option("text"),  # older name, for layers that look up their stored entries
-    "attention_layers": Option("text"),
+    "disable_lora": Setting("bool", False),
+    "lora_r": Setting("int", 32),
+    "lora_alpha": Setting("float", 64.0),
+    "lora_dropout": Setting("float", 0.1),
+    "lora_modules": Setting("text", "gate_proj,up_proj,down_proj"),
+    "disable_neurocache": Setting("bool", False),
+    "only_evaluate": Setting("bool", False),
+    "pretrained_neurocache": Setting("text"),
+    "save_and_quit": Setting("bool", False, reason="torchtitan export RUN --to FOLDER writes a run's adapter"),
+    "resume_from_checkpoint": Setting("text", "", reason=NO_STATES),
+    "output_dir": Setting("text", to="job.dump_folder", required=True),
+    "with_tracking": Setting("bool", True),
+    "report_to": Setting("text", "tensorboard"),
+    "cache_size": Setting("int", 16_384),
+    "cache_type": Setting("text", "fifo", choices=("fifo", "lru")),
+    "cache_dtype": Setting("text", "bfloat16", choices=("bfloat16", "float16", "float32")),
+    "compression_factor": Setting("int", 4),
+    "topk": Setting("int", 16),
+    "neighborhood_size": Setting("int", 2),
+    "context_size": Setting("int", 2),
+    "similarity_fn": Setting("text", "l2", choices=("l2", "dot")),
+    "global_cache": Setting("bool", False),
+    "retrieval_map": Setting("text"),
+    "cache_layers": Setting("text"),  # older name, for layers that look up their stored entries
+    "attention_layers": Setting("text"),
 }
 CONSTANTS = {
     "task.kind": "documents",
@@ -208,7 +208,7 @@ class _Script(Script):
         cache_options = self._pretrained_options() if is_pretrained else self._cache_options()
         layer_options = {key: cache_options[key] for key in LAYER_OPTIONS if key in cache_options}
         try:
-            layers = Neurocache(**layer_options)
+            layers = NeurocacheOptions(**layer_options)
         except ValueError:  # pydantic's
             folder = options["pretrained_neurocache"]
             self.refuse("pretrained_neurocache", folder, f"layer numbers in its {ADAPTER}")
@@ -337,7 +337,7 @@ class _Script(Script):
 read = _Script.draft_of
 
 
-SOURCE = Source(
+SOURCE = ImportSource(
     "train_neurocache.py",
     "torchtitan.plugins.neurocache.importer:read",
     "a cache of past states for a frozen decoder",

@@ -23,11 +23,11 @@ from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.parallelisms.context_parallel import ContextParallelAttention, GatherSequence
 from torchtitan.plugins.neurocache.attention import Retrieved, shift_tokens
 from torchtitan.plugins.neurocache.cache import (
+    CacheSegment,
     CacheShard,
+    CacheStore,
     EntryAges,
     HitStatistics,
-    Segment,
-    Store,
     compare_pairs,
     entry_places,
     nearest,
@@ -35,7 +35,7 @@ from torchtitan.plugins.neurocache.cache import (
     with_neighbours,
 )
 from torchtitan.plugins.neurocache.generation import SegmentReader
-from torchtitan.plugins.neurocache.options import Neurocache as Options
+from torchtitan.plugins.neurocache.options import NeurocacheOptions as Options
 from torchtitan.plugins.neurocache.sizes import BUCKETS, CacheLayers, widths
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
@@ -48,7 +48,7 @@ UNLIMITED = 2**31
 class Microbatch:
     """A microbatch from the start of its forward until its states are stored."""
 
-    store: Store
+    store: CacheStore
     lanes: slice
     counts: torch.Tensor  # [B], entries stored before this segment
     filled: torch.Tensor | None  # [B], number of tokens that are no padding; None: all
@@ -73,8 +73,8 @@ class KeyNorm(nn.LayerNorm):
         return Constant(1.0 if name == "weight" else 0.0)
 
 
-class Memory(nn.Module):
-    """A models.decoder.Memory with caches of earlier states.
+class CacheMemory(nn.Module):
+    """A models.decoder.DecoderMemory with caches of earlier states.
 
     One compression and norm serve all storing layers. With a compression of 1 there is neither, and keys are the
     states.
@@ -91,7 +91,7 @@ class Memory(nn.Module):
             width = dim // options.compression
             self.h_proj, self.h_norm = Compression(dim, width, bias=False), KeyNorm(width, NORM_EPS)
         self.cache_size = {True: options.cache_size, False: options.cache_size}  # by `training`
-        self.stores: dict[tuple[bool, int], Store] = {}  # by `training` and the first lane
+        self.stores: dict[tuple[bool, int], CacheStore] = {}  # by `training` and the first lane
         self.pending: list[Microbatch] = []
         self.hits = HitStatistics() if options.track_hits else None
         self.moments: torch.Tensor | None = None  # float64 [D, D], second moments of states, while collected
@@ -100,7 +100,7 @@ class Memory(nn.Module):
         self.clocks: dict[tuple[bool, int], torch.Tensor] = {}
         self.rows_share_state = options.scope == "global"
 
-    def train(self, mode: bool = True) -> "Memory":
+    def train(self, mode: bool = True) -> "CacheMemory":
         """Set the mode. A switch to training drops the evaluation caches but not the training caches."""
         if mode:
             self.clear_evaluation()
@@ -180,9 +180,9 @@ class Memory(nn.Module):
     def counts_hits(self) -> bool:
         return self.training and self.hits is not None
 
-    def _empty(self, lanes: int, device: torch.device) -> Store:
+    def _empty(self, lanes: int, device: torch.device) -> CacheStore:
         options = self.options
-        return Store(
+        return CacheStore(
             1 if options.scope == "global" else lanes,
             self.cache_size[self.training],
             self.layers.storing,
@@ -340,12 +340,12 @@ class Memory(nn.Module):
                 filled = torch.full_like(microbatch.counts, length)
             if self.options.scope == "lane":
                 arguments = (microbatch.lanes, microbatch.counts, filled, microbatch.states, microbatch.used)
-                microbatch.store.commit(Segment(*arguments))
+                microbatch.store.commit(CacheSegment(*arguments))
                 continue
             for row in range(len(filled)):  # one cache for all
                 states = {key: tensor[row : row + 1] for key, tensor in microbatch.states.items()}
                 counts = microbatch.store.counts.clone()
-                microbatch.store.commit(Segment(slice(0, 1), counts, filled[row : row + 1], states, {}))
+                microbatch.store.commit(CacheSegment(slice(0, 1), counts, filled[row : row + 1], states, {}))
         self.pending = []
 
 

@@ -9,7 +9,7 @@ from torchtitan.config.sections.field_types import STRICT, Positive
 
 
 @dataclass(config=STRICT, kw_only=True)
-class Neurocache:
+class NeurocacheOptions:
     cache_size: Positive = 16384
     """Entries kept in each storing layer, per row of the batch."""
     compression: Positive = 4

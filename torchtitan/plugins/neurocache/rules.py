@@ -10,7 +10,7 @@ from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.adapter import Adapter
 from torchtitan.core.errors import JobError
 from torchtitan.plugins.neurocache import authors_format
-from torchtitan.plugins.neurocache.options import Neurocache
+from torchtitan.plugins.neurocache.options import NeurocacheOptions
 from torchtitan.plugins.neurocache.sizes import KEY, cache_misfits, layers_of, split_layers_message
 from torchtitan.rules.facts import Facts, Rule
 
@@ -122,7 +122,7 @@ def cache_options_have_a_cache(facts: Facts) -> Iterator[Fault]:
     if adapter_options.kind == "none":
         return
     if adapter_options.kind != KIND:
-        for field in fields(Neurocache):
+        for field in fields(NeurocacheOptions):
             if getattr(adapter_options.neurocache, field.name) != getattr(default.neurocache, field.name):
                 remedy = 'write kind = "neurocache", or leave it out'
                 yield facts.fault(KEY + field.name, f'nothing with adapter.kind = "{adapter_options.kind}"', remedy)

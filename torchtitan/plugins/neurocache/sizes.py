@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from torchtitan.adapters.targets import Misfit
-from torchtitan.plugins.neurocache.options import Neurocache as Options
+from torchtitan.plugins.neurocache.options import NeurocacheOptions as Options
 
 BUCKETS = 512
 BYTES = {"bfloat16": 2, "float16": 2, "float32": 4}

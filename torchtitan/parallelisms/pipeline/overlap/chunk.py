@@ -22,10 +22,10 @@ from torchtitan.parallelisms.pipeline.overlap.segments import (
     WAIT,
     WEIGHT,
     CountExchange,
-    Exchange,
     Node,
     NodeLists,
     Program,
+    RowExchange,
     Turn,
 )
 from torchtitan.parallelisms.pipeline.split_backward import WeightGradients, backward_inputs
@@ -236,7 +236,7 @@ class Chunk:
             old = block.grads.get(step.source)
             block.grads[step.source] = received if old is None else old + received
         else:
-            assert isinstance(step, Exchange)
+            assert isinstance(step, RowExchange)
             leaf = received.detach().requires_grad_(torch.is_grad_enabled())
             self._set(block, node.block, step.target, leaf)
 

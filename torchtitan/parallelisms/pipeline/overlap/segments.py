@@ -2,9 +2,9 @@
 microbatches can be interleaved (as in DualPipe, arXiv:2412.19437).
 
 A Program lists the steps of a block: local computations (Segment) and the all-to-alls between them (CountExchange,
-Exchange). A name in it denotes one tensor. Each tensor between segments is a detached leaf: the segments that read it
-accumulate their gradients in it. The programs and the recompute policy alone determine the nodes of a stage's forward
-and backward (NodeLists). So the nodes are known in advance and equal on all ranks of an expert-parallel group.
+RowExchange). A name in it denotes one tensor. Each tensor between segments is a detached leaf: the segments that read
+it accumulate their gradients in it. The programs and the recompute policy alone determine the nodes of a stage's
+forward and backward (NodeLists). So the nodes are known in advance and equal on all ranks of an expert-parallel group.
 
 The policy selects the tensors that stay after the forward. Each segment with dropped tensors is recomputed once, before
 backward needs them, with the random state of its forward. Routing decisions (Notes.once) and split sizes always stay,
@@ -37,7 +37,7 @@ class CountExchange:
 
 
 @dataclass(frozen=True)
-class Exchange:
+class RowExchange:
     """An all-to-all of rows from `source` to `target` by notes["sizes"]; with `back`, in the reverse direction."""
 
     name: str
@@ -46,7 +46,7 @@ class Exchange:
     back: bool = False
 
 
-Step = Segment | CountExchange | Exchange
+Step = Segment | CountExchange | RowExchange
 
 
 @dataclass(frozen=True)
@@ -89,13 +89,13 @@ class Program:
 def input_names(step: Step) -> tuple[str, ...]:
     if isinstance(step, Segment):
         return step.inputs
-    return (step.source,) if isinstance(step, Exchange) else ()
+    return (step.source,) if isinstance(step, RowExchange) else ()
 
 
 def output_names(step: Step) -> tuple[str, ...]:
     if isinstance(step, Segment):
         return step.outputs
-    return (step.target,) if isinstance(step, Exchange) else ()
+    return (step.target,) if isinstance(step, RowExchange) else ()
 
 
 @dataclass(frozen=True)
@@ -127,7 +127,7 @@ class RecomputePolicy:
 
     def saved_names(self, program: Program) -> set[str]:
         """Return the names of the tensors that stay if the graphs are dropped."""
-        exchanged = {step.target for step in program.steps if isinstance(step, Exchange)}
+        exchanged = {step.target for step in program.steps if isinstance(step, RowExchange)}
         return {program.input} | (set() if self.mode == "full" else exchanged)
 
 
@@ -176,7 +176,7 @@ class NodeLists:
                 if isinstance(step, Segment):
                     yield self.node(COMPUTE, FORWARD, block, index)
                 else:
-                    yield self.node(ISSUE if isinstance(step, Exchange) else POST, FORWARD, block, index)
+                    yield self.node(ISSUE if isinstance(step, RowExchange) else POST, FORWARD, block, index)
                     in_flight.append(index)
             yield from (self.node(WAIT, FORWARD, block, i) for i in in_flight)
         yield Node(DONE, FORWARD, len(self.programs) - 1, -1, "output")
@@ -195,7 +195,7 @@ class NodeLists:
 
 def _needs(step: Step, issued: Step) -> bool:
     if isinstance(issued, CountExchange):
-        return isinstance(step, Exchange)
+        return isinstance(step, RowExchange)
     return issued.target in input_names(step)
 
 
@@ -225,7 +225,7 @@ class _BlockBackward:
                     in_flight.remove(issued)
                     self.add(WAIT, BACKWARD, issued)
                 self.backward_of(index)
-            elif isinstance(step, Exchange):
+            elif isinstance(step, RowExchange):
                 for issued in [i for i in in_flight if steps[i].source == step.target]:
                     in_flight.remove(issued)
                     self.add(WAIT, BACKWARD, issued)
@@ -247,10 +247,10 @@ class _BlockBackward:
     def is_awaited(self, index: int) -> bool:
         """Return True if an all-to-all or the next rank waits for the gradient of this segment's input."""
         makers = [self.program.maker[name] for name in self.program.steps[index].inputs]
-        if any(maker >= 0 and isinstance(self.program.steps[maker], Exchange) for maker in makers):
+        if any(maker >= 0 and isinstance(self.program.steps[maker], RowExchange) for maker in makers):
             return True
         before = self.lists.programs[self.block - 1].steps if self.block else ()
-        return -1 in makers and (not self.block or any(isinstance(step, Exchange) for step in before))
+        return -1 in makers and (not self.block or any(isinstance(step, RowExchange) for step in before))
 
     def recompute(self, index: int) -> None:
         if self.keeps_graphs or index in self.recomputed:

@@ -33,10 +33,10 @@ from torchtitan.parallelisms.pipeline.overlap.segments import (
     BACKWARD,
     FORWARD,
     CountExchange,
-    Exchange,
     NodeLists,
     Program,
     RecomputePolicy,
+    RowExchange,
     Step,
     Turn,
     in_order,
@@ -87,10 +87,10 @@ def expand_experts(steps: Sequence[Segment | RoutedExperts]) -> list[Step]:
     return [
         *steps[:at],
         CountExchange(),
-        Exchange("dispatch", experts.source, ARRIVED),
+        RowExchange("dispatch", experts.source, ARRIVED),
         *concurrent,
         Segment(experts.name, compute, (ARRIVED,), (RETURNED,)),
-        Exchange("combine", RETURNED, experts.target, back=True),
+        RowExchange("combine", RETURNED, experts.target, back=True),
         *(step for step in later_steps if step not in concurrent),
     ]
 
