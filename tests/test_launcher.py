@@ -368,7 +368,7 @@ def test_a_run_on_one_machine_listens_on_loopback_only(tmp_path, monkeypatch):
     monkeypatch.delenv("GLOO_SOCKET_IFNAME")  # set by the tests for ranks without a launcher
     texts = jobs.write_texts(tmp_path)
     argv = jobs.arguments(tmp_path / "run", texts, training__local_batch_size=4, training__steps=100000)
-    process = jobs.start(argv, ranks=2)
+    process = jobs.start_new(argv, ranks=2)
     jobs.wait_for_step(tmp_path / "run", 1, process)
     pids = jobs.children(process.pid)
     addresses = listening([process.pid, *pids])

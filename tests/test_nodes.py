@@ -176,17 +176,26 @@ def test_a_rank_killed_on_one_machine_restarts_both_to_the_same_bits(tmp_path):
     assert [row["loss"] for row in rows] == [row["loss"] for row in uninterrupted]
 
 
+HOLDS = """
+import time
+from torchtitan.core.callbacks import Callback
+
+class Holds(Callback):
+    def after_step(self, result):
+        while result.step == 12 and self.engine.ranks.launcher.restart is None:
+            time.sleep(1)  # until the launcher kills this rank
+"""
+
+
 def test_a_run_resumes_to_the_same_bits_after_a_network_failure(tmp_path):
     """The coordinator's secret is deleted afterwards."""
     texts, proxy = jobs.write_texts(tmp_path), Proxy(free_port(), free_port())
-    steps = 400  # far more than are made before the cut, however fast the machine
-    options = dict(
-        training__local_batch_size=4, training__steps=steps, checkpoint__enable=True, checkpoint__interval=10
-    )
+    (tmp_path / "holding.py").write_text(HOLDS)
+    options = dict(training__local_batch_size=4, training__steps=20, checkpoint__enable=True, checkpoint__interval=10)
     options |= dict(optimizer__lr=1e-3, model__overrides=jobs.SHALLOW)
-    argv = jobs.arguments(tmp_path / "run", texts, **options)
+    argv = jobs.arguments(tmp_path / "run", texts, **options, callbacks__use="holding:Holds")
     where = [
-        dict(NNODES="2", NODE_RANK=str(index), HEAD_ADDR="127.0.0.1", HEAD_PORT=str(port))
+        dict(NNODES="2", NODE_RANK=str(index), HEAD_ADDR="127.0.0.1", HEAD_PORT=str(port), PYTHONPATH=str(tmp_path))
         for index, port in enumerate((proxy.target_port, proxy.port))
     ]
     machines = [jobs.start(argv, ranks=1, **environment) for environment in where]
@@ -204,7 +213,7 @@ def test_a_run_resumes_to_the_same_bits_after_a_network_failure(tmp_path):
     assert not (tmp_path / "run" / SECRET_FILE).exists()
     rows = jobs.logged_steps(tmp_path / "run")
     uninterrupted = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **options))[0][0]
-    assert [row["step"] for row in rows] == list(range(1, steps + 1))
+    assert [row["step"] for row in rows] == list(range(1, 21))
     assert [row["loss"] for row in rows] == [row["loss"] for row in uninterrupted]
 
 

@@ -141,7 +141,7 @@ def test_resume_on_another_number_of_ranks(ranks, texts, tmp_path):
 def test_killed_run_is_resumed_to_the_same_bits(texts, tmp_path):
     options = saving(training__local_batch_size=4, training__steps=40, model__overrides=jobs.SHALLOW)
     options |= dict(checkpoint__async_mode="async")
-    process = jobs.start(jobs.arguments(tmp_path / "killed", texts, **options), ranks=2)
+    process = jobs.start_new(jobs.arguments(tmp_path / "killed", texts, **options), ranks=2)
     jobs.wait_for_step(tmp_path / "killed", 23, process)  # the save after 20 has waited for that after 10
     process.kill()  # the launcher; its ranks do not train on
     process.communicate()

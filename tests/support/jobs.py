@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
-from tests.support.pool import run_script
+from tests.support.forked_job import Program
 from torchtitan.assembly.data import JobDatasets
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
@@ -23,6 +23,13 @@ from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 
 ROOT = Path(__file__).parents[2]
+Process = subprocess.Popen | Program
+LAUNCH = """
+import sys
+from torchtitan import launch
+from torchtitan.process.exit import exit_with
+exit_with(lambda: launch.main(sys.argv[1:]))
+"""
 SHALLOW = "{dim=32, n_layers=1, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16}"
 """Sizes for what many steps show and layers do not: ranks that share two cores wait long for each collective."""
 
@@ -111,8 +118,13 @@ def logged_steps(folder: Path) -> list[dict]:
     return [row for row in rows if "loss" in row]
 
 
-def start(argv: list[str], ranks: int = 1, **environment: str) -> subprocess.Popen:
-    """Start the job in new processes, as a user does."""
+def start(argv: list[str], ranks: int = 1, **environment: str) -> Program:
+    """Start a job under the launcher. It and its ranks are forks of a process that has imported torch."""
+    return Program(LAUNCH, str(ranks), *argv, folder=ROOT, environment=environment)
+
+
+def start_new(argv: list[str], ranks: int = 1, **environment: str) -> subprocess.Popen:
+    """Start the job in new processes, as a user does. Each set of ranks imports torch, in five seconds of CPU time."""
     return subprocess.Popen(
         [sys.executable, "-m", "torchtitan.launch", str(ranks), *argv],
         cwd=ROOT,
@@ -124,16 +136,12 @@ def start(argv: list[str], ranks: int = 1, **environment: str) -> subprocess.Pop
     )
 
 
-def run(argv: list[str], ranks: int = 1, **environment: str) -> tuple[int | None, str, str]:
-    """Run a job under the launcher to its end; return exit code, output and errors.
-
-    Its ranks are forked from a process that has already imported torch, which saves time.
-    """
-    variables = [f"{name}={value}" for name, value in environment.items()]
-    return run_script(ROOT, ROOT / "tests/support/forked_job.py", *variables, str(ranks), *argv)
+def run(argv: list[str], ranks: int = 1, **environment: str) -> tuple[int, str, str]:
+    """Run a job under the launcher to its end; return exit code, output and errors."""
+    return finish(start(argv, ranks, **environment))
 
 
-def finish(process: subprocess.Popen, seconds: float = 600) -> tuple[int, str, str]:
+def finish(process: Process, seconds: float = 600) -> tuple[int, str, str]:
     """Wait for a job; return exit code, output and errors."""
     try:
         out, err = process.communicate(timeout=seconds)
@@ -178,7 +186,7 @@ def ended(pid: int) -> bool:
         return True
 
 
-def started_ranks(process: subprocess.Popen, count: int) -> list[int]:
+def started_ranks(process: Process, count: int) -> list[int]:
     """Wait until a job has `count` ranks, after the end of the process that they are forked from, and return their
     process ids."""
     while len(pids := [pid for pid in direct_children(process.pid) if not ended(pid)]) != count:

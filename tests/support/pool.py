@@ -35,6 +35,7 @@ PRELOAD = [
     "torch._dynamo.repro.after_dynamo",
     "torch.export._trace",
     "torchtitan.training.trainer",
+    "tests.support.forked_job",
     "tests.test_combinations",
     "tests.support.pool",
 ]
@@ -73,7 +74,7 @@ def run_ranks(world_size: int, function: Callable[..., Any], *args: Any, limit: 
         raise
 
 
-def _fork(target: Callable[..., None], *args: Any) -> Any:
+def fork(target: Callable[..., None], *args: Any) -> Any:
     """Start a process that runs `target(*args)` in the environment from before the tests.
 
     The fork server keeps the environment of its start, which may be during a test that has changed it.
@@ -92,7 +93,7 @@ def _fork(target: Callable[..., None], *args: Any) -> Any:
 def run_alone(function: Callable[..., Any], *args: Any, limit: float = DEFAULT_LIMIT) -> Any:
     """Run `function(*args)` in a fresh process without a process group, if it changes the process permanently."""
     pipe, child_pipe = _context.Pipe()
-    process = _fork(_answer_alone, child_pipe, function.__module__, function.__qualname__, args)
+    process = fork(_answer_alone, child_pipe, function.__module__, function.__qualname__, args)
     child_pipe.close()
     try:
         ok, answer = pipe.recv() if pipe.poll(limit) else (False, f"no answer within {limit:.0f} s")
@@ -124,7 +125,7 @@ def run_script(folder: Path, path: Path, *arguments: str, limit: float = DEFAULT
 
 def start_script(files: list[str], folder: Path, path: Path, *arguments: str) -> Any:
     """Start `python path arguments` in `folder` and return its process. `files`: for its output and its errors."""
-    return _fork(_be_script, files, str(folder), str(path), *arguments)
+    return fork(_be_script, files, str(folder), str(path), *arguments)
 
 
 def _be_script(files: list[str], folder: str, path: str, *arguments: str) -> None:
@@ -144,7 +145,7 @@ class RankPool:
         self.processes = []
         for rank in range(world_size):
             pipe, child_pipe = _context.Pipe()
-            process = _fork(_serve, rank, world_size, self.folder, child_pipe)
+            process = fork(_serve, rank, world_size, self.folder, child_pipe)
             child_pipe.close()
             self.pipes.append(pipe)
             self.processes.append(process)
