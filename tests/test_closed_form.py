@@ -267,7 +267,7 @@ PUBLISHED = [
         (72.7,),
     ),
 ]
-"""Flavor, plan, further options, and GiB of torchtitan's published runs on H100 with 96 GB (commit 9dec370)."""
+"""Flavor, plan, further options, and GiB that PyTorch's torchtitan published for H100 with 96 GB (commit 9dec370)."""
 
 
 def published_prediction(flavor, options, *, shard, tp=1, cp=1, batch=1, seq_len=8192):

@@ -1,5 +1,5 @@
 """`torchtitan convert`, and jobs that start from weights in any format: our checkpoints, Hugging Face folders, single
-files, and a checkpoint of torchtitan v0.2.2 with its recorded logits (tests/assets/torchtitan_v022).
+files, and a checkpoint of PyTorch's torchtitan v0.2.2 with its recorded logits (tests/assets/torchtitan_v022).
 """
 
 import json
@@ -56,7 +56,7 @@ def errors_of_convert(capsys, *options: object) -> str:
     return capsys.readouterr().err
 
 
-# Checkpoints of torchtitan
+# Checkpoints of PyTorch's torchtitan
 
 
 def expected() -> dict:
@@ -112,7 +112,7 @@ def generate(capsys, folder: Path, *options: str) -> str:
 
 
 def to_torchtitan_form(state: dict, family: str, args) -> dict:
-    """Convert a state dict to torchtitan's form by hand.
+    """Convert a state dict to the form of PyTorch's torchtitan by hand.
 
     Experts are transposed, their bias is a sibling of the router, the second query matrix is `wq_b`, and a Qwen head
     has the rows of all first features of rotary pairs, then all second ones.
@@ -317,7 +317,10 @@ JOB = ["--checkpoint.enable"]
     "options, message",
     [
         (["--checkpoint.initial_load_in_hf"], "true with a folder or file of Hugging Face only"),
-        (["--checkpoint.no-initial_load_model_only"], "only the weights of torchtitan's checkpoints are read"),
+        (
+            ["--checkpoint.no-initial_load_model_only"],
+            "only the weights of checkpoints of PyTorch's torchtitan are read",
+        ),
     ],
 )
 def test_faults_of_jobs_from_a_torchtitan_checkpoint(options, message, tmp_path, monkeypatch):

@@ -424,7 +424,9 @@ def test_hugging_face_refusals(tmp_path):
     assert "field 'id' holds int, not text" in str(next(DATASETS["huggingface"](folder, "id").documents()))
     with pytest.raises(DataError, match="needs dataset_path: the name of a dataset on the hub"):
         DATASETS["huggingface"](None, "text")
-    with pytest.raises(DataError, match="c4_test is torchtitan's tests/assets/c4_test, which is not shipped"):
+    with pytest.raises(
+        DataError, match="c4_test is tests/assets/c4_test of PyTorch's torchtitan, which is not shipped"
+    ):
         DATASETS["c4_test"](None, "text")
     with pytest.raises(DataError, match="./no: no such folder"):
         DATASETS["huggingface"]("./no", "text")

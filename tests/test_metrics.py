@@ -290,7 +290,7 @@ def test_gpu_figures(tmp_path, monkeypatch, caplog):
     tags = tracker.logged[1]
     assert tags["mfu(%)"] == tags["mfu_full(%)"] == pytest.approx(33.7, abs=0.05)
     assert tags["mfu_causal(%)"] == pytest.approx(30.0, abs=0.05)
-    assert tags["throughput(tps)"] == pytest.approx(5762)  # per device, as torchtitan's
+    assert tags["throughput(tps)"] == pytest.approx(5762)  # per device, as in PyTorch's torchtitan
     assert tags["tflops"] == pytest.approx(5762 * 57.91e9 / 1e12)
     assert tags["memory/max_active(GiB)"] == 1.0 and tags["memory/max_reserved(%)"] == 25.0
     assert tags["memory/num_alloc_retries"] == 1 and tags["memory/num_ooms"] == 0

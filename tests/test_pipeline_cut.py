@@ -1,4 +1,4 @@
-"""Pipeline cuts, stages of ranks and limits of schedules, against torchtitan's formula and torch's classes."""
+"""Pipeline cuts, stages of ranks and limits of schedules, against PyTorch's torchtitan and torch's classes."""
 
 import subprocess
 import sys
@@ -26,7 +26,7 @@ from torchtitan.parallelisms.pipeline.cut import (
 
 
 def even_cut(num_layers: int, num_stages: int, embedding_cost: int, head_cost: int) -> list[int]:
-    """Return torchtitan's cut: layers plus the ends' weights in equal shares, the first stages one more."""
+    """Return the cut of PyTorch's torchtitan: layers plus the ends' weights in equal shares, the first one more."""
     share, more = divmod(num_layers + embedding_cost + head_cost, num_stages)
     layers = [share + (stage < more) for stage in range(num_stages)]
     layers[0] -= embedding_cost

@@ -132,7 +132,7 @@ def test_companion_files_are_exported(tmp_path):
 
 
 def test_tokens_that_only_tokenizer_config_defines(tmp_path):
-    """tokenizer.json lacks the tokens and their ids belong to a larger vocabulary, as in torchtitan's own tests."""
+    """tokenizer.json lacks the tokens, and their ids belong to a larger vocabulary (tests of PyTorch's torchtitan)."""
     tokenizer = tokenizers.Tokenizer.from_file(str(ASSETS / "tokenizer.json"))
     content = json.loads(tokenizer.to_str())
     content["added_tokens"] = []

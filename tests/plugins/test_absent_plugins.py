@@ -72,7 +72,9 @@ def test_an_old_job_is_told_of_the_plugin_once(core):
     for file in sorted((ROOT / "tests/fixtures/old_tomls").glob("*.toml")):
         status, output = run(core, "-m", "torchtitan", "check", str(file), "--model.flaver=debugmodel", "--no-memory")
         words = " ".join(output.split())
-        message = "if this is a job of an older torchtitan, it needs the plugin torchtitan/plugins/dialects, which this"
+        message = (
+            "if this is a job of PyTorch's torchtitan, it needs the plugin torchtitan/plugins/dialects, which this"
+        )
         assert status == 2 and words.count(message) == 1 and "Traceback" not in output, output
         assert words.index(message) < words.index("model.flaver"), output
 

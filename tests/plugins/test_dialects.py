@@ -1,4 +1,4 @@
-"""Tests of jobs for older torchtitan versions: every option exists, moved or has a reason, and translations keep the
+"""Tests of jobs for PyTorch's torchtitan: every option exists, moved or has a reason, and translations keep the
 meaning.
 """
 
@@ -34,7 +34,7 @@ TIKTOKENS += ("test/assets/test_tiktoken.model",)
 
 @pytest.fixture(autouse=True)
 def a_place(tmp_path, monkeypatch):
-    """Create the files that old jobs found in torchtitan's repository, so that translations can start."""
+    """Create the files that jobs found in the repository of PyTorch's torchtitan, so that translations can start."""
     monkeypatch.chdir(tmp_path)
     for names, asset in ((TOKENIZERS, "tokenizer.json"), (TIKTOKENS, "tiktoken.model")):
         for name in names:
@@ -205,7 +205,7 @@ def test_overlap_of_an_old_job_is_kept_where_it_had_an_effect(capsys, tmp_path):
 def test_a_job_of_july_2024_gets_the_defaults_of_that_time(capsys, tmp_path):
     (file,) = [file for file in OLD if file.name == "july2024_debug_model.toml"]
     _, out, _ = run_check(capsys, str(file), "--upgrade")
-    assert f"# Translated from {file}, read as a job for torchtitan of July 2024.\n" in out
+    assert f"# Translated from {file}, read as a job for PyTorch's torchtitan of July 2024.\n" in out
     new = flatten(tomli.loads(out))
     assert new["optimizer.implementation"] == "foreach" and new["model.overrides.n_layers"] == 8
     assert new["training.dataset"] == "c4_test" and new["metrics.disable_color_printing"] is False
@@ -359,7 +359,7 @@ def test_options_without_a_translation_are_faults(old, expected, capsys, tmp_pat
 
 @pytest.mark.parametrize("steps", [1, 10, 200, 201])
 def test_a_warmup_longer_than_the_job_is_shortened(steps, capsys, tmp_path):
-    """torchtitan's factor was (step + 1) / warmup with warmup = min(200, steps); nothing decayed before it ended."""
+    """The factor there was (step + 1) / warmup with warmup = min(200, steps); nothing decayed before it ended."""
     code, out, err = upgrade(capsys, tmp_path, f"[training]\nsteps = {steps}\nlocal_batch_size = 1")
     assert (code, err) == (0, [])
     (tmp_path / "new.toml").write_text(out)
@@ -429,7 +429,7 @@ MEANINGS = [
 
 @pytest.mark.parametrize(("options", "name", "flavor", "sizes", "masked"), MEANINGS)
 def test_models_keep_their_meaning(options, name, flavor, sizes, masked, capsys, tmp_path):
-    """Compare with torchtitan's sources: rotary scaling, masks, routers, sizes of debug models that differ."""
+    """Compare rotary scaling, masks, routers and sizes of debug models with PyTorch's torchtitan."""
     model = f"name = '{name}'\nflavor = '{flavor}'\n"
     old = options.replace("[model]\n", f"[model]\n{model}") if "[model]" in options else f"{options}[model]\n{model}"
     _, out, _ = upgrade(capsys, tmp_path, old)
@@ -541,7 +541,7 @@ def test_float8_keeps_its_meaning(old, recipe, exclude, same_head, capsys, tmp_p
 )
 def test_the_era_is_recognized_by_the_options(old, era, capsys, tmp_path):
     _, out, _ = upgrade(capsys, tmp_path, old)
-    assert out.startswith(f"# Translated from old.toml, read as a job for torchtitan of {era}.\n")
+    assert out.startswith(f"# Translated from old.toml, read as a job for PyTorch's torchtitan of {era}.\n")
 
 
 def test_the_era_can_be_named(capsys, tmp_path):

@@ -1,4 +1,4 @@
-"""Tests that translated jobs of torchtitan's TOML era have its learning rates, step by step."""
+"""Tests that translated jobs of PyTorch's torchtitan have its learning rates, step by step."""
 
 import random
 from math import cos, pi, sqrt

@@ -1,4 +1,4 @@
-"""The options of older torchtitan versions; for v0.2.2 with their defaults."""
+"""The options of versions of PyTorch's torchtitan; for v0.2.2 with their defaults."""
 
 JULY_2024 = """
 [job] config_file dump_folder description use_for_integration_test

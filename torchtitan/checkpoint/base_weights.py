@@ -1,6 +1,6 @@
 """Find initial weights and identify the base model of an adapter. Needs no torch.
 
-Determines the format of the weights at a path (this project's, torchtitan's or Hugging Face's) and how far they were
+Determines the format of the weights at a path (native, of PyTorch's torchtitan or Hugging Face's) and how far they were
 trained, as recorded in their folder. For a checkpoint with only an adapter, records the path and digest of its base
 model.
 """
@@ -65,8 +65,8 @@ def find_weights(path: Path) -> tuple[Kind, Path]:
 
 
 def _steps_of_torchtitan(folder: Path) -> list[Path]:
-    """Return torchtitan's step folders, oldest first: `step-4`, without leading zeros. Only those with metadata, which
-    are written last, are complete.
+    """Return the step folders of PyTorch's torchtitan, oldest first: `step-4`, without leading zeros. Only those with
+    metadata, which are written last, are complete.
     """
     folders = {int(match[1]): path for path in folder.glob("step-*") if (match := THEIR_STEP.fullmatch(path.name))}
     return [folders[step] for step in sorted(folders) if (folders[step] / METADATA).is_file()]

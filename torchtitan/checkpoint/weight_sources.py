@@ -1,8 +1,9 @@
 """Read model weights of any supported format by this project's names, one tensor at a time: its own checkpoints and
-exports, checkpoints that torchtitan itself wrote, and folders and files of Hugging Face.
+exports, checkpoints of PyTorch's torchtitan, and folders and files of Hugging Face.
 
-A torchtitan checkpoint has no manifest to verify it against. Its metadata are a pickle, which is read without executing
-it (safe_unpickle.py), and only files of the checkpoint are opened. Pickled values in it are never read.
+A checkpoint of PyTorch's torchtitan has no manifest to verify it against. Its metadata are a pickle, which is read
+without executing it (safe_unpickle.py), and only files of the checkpoint are opened. Pickled values in it are never
+read.
 """
 
 import os
@@ -38,11 +39,11 @@ from torchtitan.models.spec import MODELS
 _FILE = re.compile(r"[A-Za-z0-9_]{1,128}\.distcp")
 NOT_WEIGHTS = ("optimizer", "lr_scheduler", "dataloader", "train_state")
 COMPUTED = ("freqs_cis",)
-"""A table of rotary angles, which some versions of torchtitan saved."""
+"""A table of rotary angles, which some versions of PyTorch's torchtitan saved."""
 
 
 class TorchtitanCheckpoint:
-    """The weights of a torchtitan checkpoint. `tensors`: torchtitan's name of a weight -> dtype and shape.
+    """The weights in a checkpoint of PyTorch's torchtitan. `tensors`: their names there -> dtype and shape.
 
     Raises `CheckpointError`.
     """
@@ -167,12 +168,14 @@ class NativeWeights(Weights):
 
 
 class _TorchtitanWeights(Weights):
-    """Weights of a torchtitan checkpoint. It describes the model only by names and shapes, which have to match."""
+    """Weights in a checkpoint of PyTorch's torchtitan. It describes the model only by names and shapes, which have to
+    match."""
 
     def __init__(self, folder: Path, family: str, args: Any, shapes: Shapes, tied: bool):
         if family not in TORCHTITAN_NAMES:
             raise CheckpointError(
-                f"{folder} is torchtitan's, which has no {family}; families are {', '.join(TORCHTITAN_NAMES)}"
+                f"{folder} is of PyTorch's torchtitan, which has no {family}; families are "
+                f"{', '.join(TORCHTITAN_NAMES)}"
             )
         self.checkpoint, self.torchtitan_names = (
             TorchtitanCheckpoint(folder),
@@ -183,7 +186,7 @@ class _TorchtitanWeights(Weights):
         expected = {
             self.torchtitan_names.name(name): self.torchtitan_names.shape(name, shape) for name, shape in shapes.items()
         }
-        if tied:  # torchtitan saves both ends of tied weights
+        if tied:  # both ends of tied weights are saved there
             saved = {name: entry for name, entry in saved.items() if name != "output.weight"}
             expected.pop("output.weight", None)
         faults = [f"{name} is missing" for name in expected if name not in saved]

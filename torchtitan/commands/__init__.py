@@ -18,7 +18,7 @@ COMMANDS = {
     "evaluate": "measure loss and bits per byte of held-out documents, or answer lm-eval tasks",
     "chat": "talk with a model in the format of its training records",
     "import": "convert another program's command line or config to a job (Axolotl, DeepSpeed, ReLoRA)",
-    "convert": "convert weights between checkpoints, Hugging Face folders and torchtitan's own format",
+    "convert": "convert weights between checkpoints, Hugging Face folders and single files",
     "plot": "draw the loss of a run in the terminal, or into a page or picture",
     "report": "draw runs over one another in a self-contained page: curves, events, jobs, generated texts",
     "why": "say what bounds a run's speed, from its own records, and what to change first",

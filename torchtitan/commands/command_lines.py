@@ -64,7 +64,7 @@ def _check() -> CommandParser:
     _add_ranks_and_device(parser)
     parser.add_argument("--no-memory", action="store_true", help="do not predict the memory")
     parser.add_argument("--json", action="store_true", help="print one JSON object: faults, warnings and the exit code")
-    parser.add_argument("--upgrade", action="store_true", help="translate a job of torchtitan's TOML era")
+    parser.add_argument("--upgrade", action="store_true", help="translate a job of PyTorch's torchtitan")
     upgrade = plugin_entries(COMMAND_OPTIONS).get("--upgrade")
     eras = OneOf(lambda: upgrade.load().ERAS) if upgrade else str
     parser.add_argument("--from", dest="era", type=eras, metavar="ERA", help="era of the job for --upgrade")

@@ -56,4 +56,4 @@ def advice(model: str) -> str:
 def missing_dialect() -> str:
     """Return a remedy for unknown options where the plugin that knows older ones is missing; empty where it is not."""
     remedy = missing_plugin(OLDER_TORCHTITAN)
-    return remedy and f"if this is a job of an older torchtitan, {remedy}"
+    return remedy and f"if this is a job of PyTorch's torchtitan, {remedy}"

@@ -34,10 +34,10 @@ def c4_validation(path: str | None, text_field: str) -> Source:
 
 
 def c4_test(path: str | None, text_field: str) -> Source:
-    """Open torchtitan's 2,000 test documents, which are not shipped here."""
+    """Open the 2,000 test documents of PyTorch's torchtitan, which are not shipped here."""
     if path is None:
         raise DataError(
-            "dataset c4_test is torchtitan's tests/assets/c4_test, which is not shipped here; set "
+            "dataset c4_test is tests/assets/c4_test of PyTorch's torchtitan, which is not shipped here; set "
             'training.dataset_path to that folder, or training.dataset = "python_stdlib", which needs no file'
         )
     return HubDataset("c4_test", path, "train", RecordReader(text_field))

@@ -277,7 +277,7 @@ class MetricsLogger:
 
 
 def tags_of(record: Record, world_size: int, flops_per_token_full: float) -> dict[str, float]:
-    """Return a record's values by torchtitan's tags (see trackers/)."""
+    """Return a record's values by the tags of PyTorch's torchtitan (see trackers/)."""
     per_device = record["tokens_per_second"] / world_size
     tags = {
         "loss_metrics/global_avg_loss": record["loss"],

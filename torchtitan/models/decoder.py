@@ -416,7 +416,8 @@ class Decoder(nn.Module):
         return self
 
     def init_rule(self, name: str) -> Init:
-        """Return torchtitan's recipe for Llama 3: truncated normals, narrower in deeper layers for wo, w2 and w3.
+        """Return the recipe of PyTorch's torchtitan for Llama 3: truncated normals, narrower in deeper layers for wo,
+        w2 and w3.
 
         A tied matrix is initialized as a head: embeddings of standard deviation 1 would make logits of sqrt(D). Biases
         start at zero.

@@ -172,7 +172,8 @@ class Plan:
     """Batches in a step; their gradients are summed."""
     recompute: str = "op"
     """none, full, memory_budget, op (keep matrix products and attention), or a number n: every n-th block. half: op,
-    but every second product is recomputed, as torchtitan's published runs of 2024 and 2025 did; no job here has it."""
+    but every second product is recomputed, as the published runs of PyTorch's torchtitan of 2024 and 2025 did; no job
+    here has it."""
     compiled: bool = False
     loss_chunks: int | None = None
     """training.loss_chunks; None: the whole logits, as in published runs of others."""

@@ -181,10 +181,11 @@ def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
         yield facts.fault(key, "weights", str(error))
         return
     if kind != "hf" and options.initial_load_in_hf:
-        reason = f"{place} is a checkpoint of {'this project' if kind == 'native' else 'torchtitan'}; leave it out"
+        origin = "this project" if kind == "native" else "PyTorch's torchtitan"
+        reason = f"{place} is a checkpoint of {origin}; leave it out"
         yield facts.fault("checkpoint.initial_load_in_hf", "true with a folder or file of Hugging Face only", reason)
     if kind == "torchtitan" and not options.initial_load_model_only:
-        reason = "only the weights of torchtitan's checkpoints are read"
+        reason = "only the weights of checkpoints of PyTorch's torchtitan are read"
         yield facts.fault("checkpoint.initial_load_model_only", "true with this initial_load_path", reason)
     if kind == "hf" and not options.initial_load_model_only and not options.initial_load_in_hf:
         reason = "safetensors of Hugging Face hold no optimizer state"

@@ -153,7 +153,7 @@ class Metrics:
     """Distance between log lines: steps, a fraction of the run (0.01), "epoch" or "N/epoch"; the first and the last
     step are always logged."""
     enable_tensorboard: bool = False
-    """Write TensorBoard events, with torchtitan's tags, the job as text and its options as hparams."""
+    """Write TensorBoard events, with the tags of PyTorch's torchtitan, the job as text and its options as hparams."""
     save_tb_folder: str = "tb"
     """Folder of the TensorBoard events, inside job.dump_folder."""
     enable_wandb: bool = False
@@ -214,7 +214,7 @@ class Checkpoint:
     """Unit of interval. The last step is always saved."""
     initial_load_path: Place | None = None
     """Weights to start from if the folder holds no checkpoint: a checkpoint or a folder of them, an export, a
-    checkpoint of torchtitan, a Hugging Face folder, or a safetensors file. The format is detected."""
+    checkpoint of PyTorch's torchtitan, a Hugging Face folder, or a safetensors file. The format is detected."""
     initial_load_model_only: bool = True
     """Load only the weights from initial_load_path; false also loads optimizer, schedule and data position."""
     initial_load_counters: bool = False

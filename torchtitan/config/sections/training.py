@@ -160,8 +160,8 @@ class Validation:
     """Part of the training data held out for validation: below 1 a fraction of each source's records, else their
     number. Only for whole records (task.kind = "sft")."""
     steps: Positive | None = None
-    """Batches of each data-parallel rank per validation, instead of samples, as in torchtitan; the number of samples
-    then depends on the plan."""
+    """Batches of each data-parallel rank per validation, instead of samples, as in PyTorch's torchtitan; the number of
+    samples then depends on the plan."""
     generated: NonNegative = 0
     """Prompts of the validation data, always the same ones, that are continued greedily at each validation, into
     generated.jsonl in job.dump_folder."""
@@ -223,8 +223,8 @@ class LRScheduler:
     min_lr_factor: Fraction = 0.1
     """Final learning rate as a fraction of optimizer.lr, reached at the last step."""
     convention: Literal["default", "torchtitan", "transformers"] = "default"
-    """Steps at which the curve begins and ends. torchtitan (until v0.2.2): the final rate would follow the last step.
-    transformers: the same, and the first step of a warmup has rate 0."""
+    """Steps at which the curve begins and ends. torchtitan (PyTorch's, until v0.2.2): the final rate would follow the
+    last step. transformers: the same, and the first step of a warmup has rate 0."""
     cycle_length: Positive | None = None
     """Steps of a cycle of relora_cosine and relora_cyclical. Unset: adapter.relora.reset_every, or
     adapter.relora.every."""

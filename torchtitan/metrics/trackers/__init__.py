@@ -3,8 +3,8 @@
 Imports no torch, and a tracker's package only when a run opens it.
 
 A new tracker is one file with a subclass of `Tracker`, one line here, and an extra in pyproject.toml of the same name.
-All trackers get torchtitan's tags, with their meaning in torchtitan: throughput(tps) is per device, and tflops and
-mfu(%) count attention in full, masked or not. The tags mfu_causal(%) and mfu_full(%) are unambiguous.
+All trackers get the tags of PyTorch's torchtitan, with the meaning that they have there: throughput(tps) is per device,
+and tflops and mfu(%) count attention in full, masked or not. The tags mfu_causal(%) and mfu_full(%) are unambiguous.
 """
 
 from collections.abc import Iterable

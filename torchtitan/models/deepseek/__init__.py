@@ -174,8 +174,9 @@ def _v3(**sizes: object) -> DeepseekArgs:
 
 
 DEEPSEEK = {
-    # The proportions of V2-Lite's attention, routed as V3. With torchtitan's debug model's attention, eight times as
-    # wide as the model, AdamW pushes all tokens in one direction within ten steps and no router tells them apart.
+    # The proportions of V2-Lite's attention, routed as V3. With the attention of the debug model of PyTorch's
+    # torchtitan, eight times as wide as the model, AdamW pushes all tokens in one direction within ten steps and no
+    # router tells them apart.
     "debugmodel": _v3(
         dim=256,
         n_layers=6,

@@ -2,8 +2,8 @@
 
 A family declares its names in a `TensorMap`; this file converts in both directions. Hugging Face stores experts one by
 one, and in some families joins matrices that are separate here. If heads rotate adjacent pairs of features here and the
-pairs (i, i + head_dim / 2) there, the rows are in another order. The names of torchtitan's checkpoints are at the end
-(`TorchtitanNames`).
+pairs (i, i + head_dim / 2) there, the rows are in another order. The names in checkpoints of PyTorch's torchtitan are
+at the end (`TorchtitanNames`).
 """
 
 from collections.abc import Callable, Iterable, Mapping
@@ -209,28 +209,28 @@ BIAS = {"moe.router.expert_bias": "moe.expert_bias"}
 
 @dataclass(frozen=True)
 class TorchtitanNames:
-    """Names and layouts of torchtitan's checkpoints.
+    """Names and layouts in checkpoints of PyTorch's torchtitan.
 
-    `changed_names`: our names within a layer -> torchtitan's. `tensor_map`: the Hugging Face map, if torchtitan's rows
-    are in its order.
+    `changed_names`: our names within a layer -> those. `tensor_map`: the Hugging Face map, if the rows are in its
+    order.
     """
 
     changed_names: dict[str, str]
     tensor_map: TensorMap | None = None
 
     def name(self, ours: str) -> str:
-        """Return torchtitan's name of one of ours."""
+        """Return the name there of one of ours."""
         if not ours.startswith("layers."):
             return ours
         _, layer, part = ours.split(".", 2)
         return f"layers.{layer}.{self.changed_names.get(part, part)}"
 
     def shape(self, ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return torchtitan's shape of a tensor of ours."""
+        """Return the shape there of a tensor of ours."""
         return (shape[0], shape[2], shape[1]) if ours.endswith(tuple(EXPERTS)) else shape
 
     def to_ours(self, ours: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Convert a tensor from torchtitan's shape and order of rows to ours."""
+        """Convert a tensor from the shape and order of rows there to ours."""
         if ours.endswith(tuple(EXPERTS)):
             return tensor.transpose(1, 2)
         if self.tensor_map is not None and self.tensor_map.is_reordered(ours):
@@ -249,4 +249,4 @@ TORCHTITAN_NAMES: dict[str, Callable[[Any, TensorMap], TorchtitanNames]] = {
     "qwen3": lambda args, tensor_map: TorchtitanNames({}, tensor_map),
     "qwen3_moe": lambda args, tensor_map: TorchtitanNames(BIAS, tensor_map),
 }
-"""Family -> function of (args, its TensorMap). Families that torchtitan does not have are missing."""
+"""Family -> function of (args, its TensorMap). Families that PyTorch's torchtitan does not have are missing."""

@@ -124,7 +124,7 @@ LLAMA3 = {
     "debugmodel": _llama3(**_DEBUG),
     "8B": _llama3(**_8B),
     "70B": _llama3(**_70B),
-    "405B": _llama31(**_405B),  # published with 3.1 only; under this name too, as torchtitan's users know it
+    "405B": _llama31(**_405B),  # published with 3.1 only; under this name too, as users of PyTorch's torchtitan know it
 }
 LLAMA31 = {
     "debugmodel": _llama31(**_DEBUG, n_kv_heads=8),

@@ -1,4 +1,4 @@
-"""Jobs of torchtitan's older versions: `torchtitan check` names each option that has moved, `--upgrade` translates all.
+"""Jobs of PyTorch's torchtitan: `torchtitan check` names each option that has moved, `--upgrade` translates all.
 
 `renames` has the options that moved or no longer exist, `models` the models of each era, `upgrade` translates a job's
 options, and `command` its file with the comments.

@@ -1,4 +1,4 @@
-"""`torchtitan check --upgrade`: translate a job of torchtitan's TOML era to today's options, keeping its comments."""
+"""`torchtitan check --upgrade`: translate a job of PyTorch's torchtitan to today's options, keeping its comments."""
 
 import fnmatch
 from argparse import Namespace
@@ -58,7 +58,7 @@ def translate(argv: list[str], era: str | None) -> tuple[str, JobConfig]:
     for layer in layers:
         if Path(layer.name).is_file():
             _read_comments(read_file(layer.name, LARGEST_FILE).decode(), comments)
-    head = [f"Translated from {name}, read as a job for torchtitan of {result.era}.", *result.notes]
+    head = [f"Translated from {name}, read as a job for PyTorch's torchtitan of {result.era}.", *result.notes]
     return as_file(head, values, comments), assemble(values, [f"the translation of {name}"])
 
 

@@ -1,4 +1,4 @@
-"""Models of torchtitan's older eras: the same name may mean another model.
+"""Models of the eras of PyTorch's torchtitan: the same name may mean another model.
 
 `llama3` of v0.2 scales rotary positions as Llama 3.1 does, the large DeepSeeks mask documents, and constants of the
 routers differ. Different numbers become model.overrides. A difference that names and numbers cannot express becomes a

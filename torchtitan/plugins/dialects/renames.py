@@ -1,4 +1,4 @@
-"""Options of torchtitan's older TOML dialects that have moved or no longer exist.
+"""Options of the TOML dialects of PyTorch's torchtitan that have moved or no longer exist.
 
 Covers all dialects from the flat one of July 2024 to v0.2.2 (February 2026). upgrade.py translates whole jobs; the
 options of float8 training, which have to be read together, are translated here.
@@ -113,7 +113,7 @@ MOVED: dict[str, Moved] = {
 }
 
 GONE: dict[str, Removed] = {
-    "job.use_for_integration_test": Removed("it marked files for torchtitan's own tests", None),
+    "job.use_for_integration_test": Removed("it marked files for the tests of PyTorch's torchtitan", None),
     "job.save_config_file": Removed("the resolved job is always written, as config.toml in job.dump_folder", None),
     "job.custom_config_module": Removed(_plugin, ("",)),
     "experimental.custom_import": Removed(_plugin, ("",)),
@@ -161,7 +161,7 @@ GONE: dict[str, Removed] = {
     "parallelism.expert_parallel_comm_backend": Removed("tokens travel by torch's own all-to-all", ("standard",)),
     "debug.moe_force_load_balance": Removed(_balance, (False,)),
     "training.debug_moe_force_load_balance": Removed(_balance, (False,)),
-    # options of torchtitan's experiments, which have no meaning for a language model trained here
+    # options of experiments there, which have no meaning for a language model trained here
     **{
         f"{section}.{key}": Removed(reason)
         for section, reason, keys in (

@@ -1,4 +1,4 @@
-"""Translate a job of torchtitan's older dialects: options that moved, and defaults and models that have changed.
+"""Translate a job in a dialect of PyTorch's torchtitan: options that moved, and defaults and models that have changed.
 
 Three eras are supported: the flat dialect of July 2024; v0.1.0 to August 2025; v0.2.0 to v0.2.2 (February 2026). An
 era is recognized by options that only it had; a job with none of them is read as v0.2.2.
@@ -51,7 +51,7 @@ DEFAULTS: dict[str, Values] = {
 """Defaults of the old dialects where ours are others: a translation writes them out."""
 
 SAMPLES = {"c4_mini": "./torchtitan/datasets/c4_mini", "c4_test": "./tests/assets/c4_test"}
-"""Datasets that lay in torchtitan's repository, and where."""
+"""Datasets in the repository of PyTorch's torchtitan, and their folders."""
 
 _ONLY_JULY: tuple[str, ...] = (
     "metrics.enable_color_printing",
