@@ -517,7 +517,7 @@ def test_unknown_methods_are_refused():
 def split_three_heads():
     kernel = parallel_kernel(2, "ulysses", True)
     with pytest.raises(
-        JobError, match='given 2; allowed: with "ulysses" what divides the 3 query heads of a rank: 1, 3'
+        JobError, match='given 2; allowed: with "ulysses" a divisor of the 3 query heads of a rank: 1, 3'
     ):
         kernel(*(torch.zeros(1, heads, 4, 8) for heads in (3, 1, 1)), None)
     return True

@@ -300,4 +300,4 @@ def test_the_first_line_names_the_dtype_and_its_loss_of_precision(tmp_path, text
     )
     assert 2**-9 < off <= 2**-8, "half of the last of 8 significant bits"
     assert export(run, tmp_path / "adapter", "--dtype=bfloat16") == 2
-    assert "--dtype: given bfloat16; allowed: with --merge only" in capsys.readouterr().err
+    assert "--dtype: given bfloat16; allowed: a dtype only with --merge" in capsys.readouterr().err

@@ -181,7 +181,9 @@ def test_flash_attention_3_without_its_package_is_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     attention.activate_flash_attention("auto", torch.device("cuda"))
     attention.activate_flash_attention("fa3", torch.device("cpu"))
-    with pytest.raises(JobError, match='given "fa3"; allowed: with the package flash_attn_interface.*write "auto"'):
+    with pytest.raises(
+        JobError, match='given "fa3"; allowed: "fa3" only with the package flash_attn_interface.*write "auto"'
+    ):
         attention.activate_flash_attention("fa3", torch.device("cuda"))
 
 

@@ -185,7 +185,8 @@ def test_a_dataset_without_its_package_is_refused(capsys, monkeypatch):
     )
     (line,) = load_faults(capsys, "--training.dataset=c4")
     assert (
-        'training.dataset: given "c4"; allowed: with the package datasets, which is not installed; pip install' in line
+        'training.dataset: given "c4"; allowed: "c4" only with the package datasets, which is not installed; pip '
+        "install" in line
     )
 
 

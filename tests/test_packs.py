@@ -334,7 +334,8 @@ UNEVEN = [
             *("--data.packing=off", "--data.group_by_length", "--training.global_batch_size=8"),
             '--training.sources=[{dataset = "python_stdlib"}, {dataset = "python_stdlib_validation"}]',
         ],
-        "data.group_by_length: given true; allowed: with training.epochs, as sources mixed by weight cannot be group",
+        "data.group_by_length: given true; allowed: true only with training.epochs, as sources mixed by weight "
+        "cannot be group",
     ),
     (["--data.shards=3/2"], 'data.shards: given "3/2"; allowed: at most 2/2; correct it'),
     (
@@ -388,7 +389,8 @@ def test_rules(folders):
         'data.too_long: given "split"; allowed: not split with validation.split: both sides could get parts '
         "of a record; "
         "drop or truncate long records, or give separate validation data",
-        "data.chat_template: given \"chatml2\"; allowed: a chat template; 'chatml2' is no template; give chatml, "
+        "data.chat_template: given \"chatml2\"; allowed: the name or file of a chat template; 'chatml2' is no "
+        "template; give chatml, "
         "llama3, llama2, alpaca, a file that ends in .jinja, or Jinja",
     ]
     options = ["--task.kind=sft", "--validation.enable", f"--validation.dataset_path={folders['a']}"]

@@ -274,9 +274,9 @@ def test_all_faults_of_a_job_are_reported_together(capsys):
     errors = capsys.readouterr().err
     for part in (
         "adapter.rank: given 0; allowed: a whole number >= 1",
-        "lr_scheduler.cycle_length: given nothing; allowed: what divides the 45 steps in all",
+        "lr_scheduler.cycle_length: given nothing; allowed: a divisor of the 45 steps in all",
         "training.global_batch_size: given 9",
-        'checkpoint.initial_load_path: given "nowhere"; allowed: weights; nowhere: no such file or folder',
+        'checkpoint.initial_load_path: given "nowhere"; allowed: a path with weights; nowhere: no such file or folder',
     ):
         assert part in errors, errors
     options.remove("--adapter.rank=0")
@@ -364,9 +364,9 @@ SOUND += ["--lr_scheduler.warmup_steps=5", "--lr_scheduler.restart_warmup_steps=
     [
         (
             ["--training.steps=45"],
-            "lr_scheduler.cycle_length: given nothing; allowed: what divides the 45 steps in all; train 40 or 50",
+            "lr_scheduler.cycle_length: given nothing; allowed: a divisor of the 45 steps in all; train 40 or 50",
         ),
-        (["--training.steps=9"], "allowed: what divides the 9 steps in all; train 10 steps, or change it"),
+        (["--training.steps=9"], "allowed: a divisor of the 9 steps in all; train 10 steps, or change it"),
         (["--lr_scheduler.warmup_steps=11"], "at most the cycle's 10; shorten one of the two"),
         (["--lr_scheduler.adjust_step=6"], "with adjust_step 6 at most the cycle's 10"),
         (["--lr_scheduler.restart_warmup_steps=11"], "at most the cycle's 10; shorten it"),

@@ -186,7 +186,7 @@ def test_new_tokens_are_trained_with_an_adapter_and_exported(kind, ranks, bases,
     argv = jobs.arguments(run, write_chats(tmp_path), **job)
     (fault,) = map(str, check(load(argv), ranks, "cpu"))
     ends = ["tok_embeddings.weight"] + ["output.weight"] * (kind == "untied")
-    assert "adapter.train_fully: given []; allowed: what fits " + " and ".join(ends) in fault
+    assert "adapter.train_fully: given []; allowed: patterns that match " + " and ".join(ends) in fault
     assert "with rows of 2 new tokens; write [" + ", ".join(f'"{name}"' for name in ends) in fault
     argv.append("--adapter.train_fully=" + json.dumps(ends))
     assert check(load(argv), ranks, "cpu") == []

@@ -203,12 +203,14 @@ TRAINING = [
     ),
     (
         ["--activation_checkpoint.mode=memory_budget"],
-        'activation_checkpoint.mode: given "memory_budget"; allowed: with a compiled model only, as the compiler '
+        'activation_checkpoint.mode: given "memory_budget"; allowed: "memory_budget" only with a compiled model, as '
+        "the compiler "
         'applies the budget; set compile.enable = true with "model" in compile.components, or another mode',
     ),
     (
         ["--activation_checkpoint.mode=memory_budget", "--compile.enable", "--compile.components=loss"],
-        'activation_checkpoint.mode: given "memory_budget"; allowed: with a compiled model only, as the compiler '
+        'activation_checkpoint.mode: given "memory_budget"; allowed: "memory_budget" only with a compiled model, as '
+        "the compiler "
         'applies the budget; set compile.enable = true with "model" in compile.components, or another mode',
     ),
     (
@@ -336,7 +338,7 @@ def test_a_vocabulary_larger_than_the_model_is_refused():
 @pytest.mark.parametrize("dataset", ["text", "tokens", "pretokenized", "c4_test", "huggingface"])
 def test_datasets_that_need_a_path_are_refused_without(dataset):
     (line,) = lines(f"--training.dataset={dataset}")
-    assert line.startswith(f'training.dataset_path: given nothing; allowed: data for dataset "{dataset}"; ')
+    assert line.startswith(f'training.dataset_path: given nothing; allowed: a path with data for dataset "{dataset}"; ')
 
 
 def test_data_that_cannot_be_used_are_refused(tmp_path):

@@ -15,12 +15,12 @@ EXPERTS = [
     ),
     (
         [MOE, EP + "3"],
-        "expert_parallel_degree: given 3; allowed: what divides the 8 experts and the ranks that it borrows; write one "
+        "expert_parallel_degree: given 3; allowed: a divisor of the 8 experts and the ranks that it borrows; write one "
         "of 1, 2, 4",
     ),
     (
         [MOE, EP + "3", PP + "4"],
-        "expert_parallel_degree: given 3; allowed: what divides the 8 experts and the ranks that it borrows; write one "
+        "expert_parallel_degree: given 3; allowed: a divisor of the 8 experts and the ranks that it borrows; write one "
         "of 1, 2, 4, 8, and lend it a multiple of as many ranks",
     ),
     (
@@ -30,12 +30,12 @@ EXPERTS = [
     ),
     (
         [MOE, EP + "3", "--model.overrides={n_dense_layers = 6, n_mtp_layers = 1}"],
-        "expert_parallel_degree: given 3; allowed: what divides the 8 experts and the ranks that it borrows; write one "
+        "expert_parallel_degree: given 3; allowed: a divisor of the 8 experts and the ranks that it borrows; write one "
         "of 1, 2, 4",
     ),
     (
         [MOE, EP + "8", TP + "2"],
-        "expert_parallel_degree: given 8; allowed: what divides data_parallel_shard 2 x context_parallel 1 x "
+        "expert_parallel_degree: given 8; allowed: a divisor of data_parallel_shard 2 x context_parallel 1 x "
         "tensor_parallel 2 = 4, the ranks that it borrows; write one of 1, 2, 4, or lend it a multiple of 8 ranks",
     ),
     (
@@ -69,8 +69,8 @@ EXPERTS = [
     ),
     (
         [MOE, EP + "2", PP + "2", "--activation_checkpoint.mode=full_keep_comm"],
-        'activation_checkpoint.mode: given "full_keep_comm"; allowed: with '
-        'parallelism.pipeline_parallel_expert_parallel_overlap only; write "full", or set it',
+        'activation_checkpoint.mode: given "full_keep_comm"; allowed: "full_keep_comm" only with '
+        'parallelism.pipeline_parallel_expert_parallel_overlap; write "full", or set it',
     ),
     (
         [MOE, EP + "4", "--training.local_batch_size=1"],

@@ -62,7 +62,8 @@ INPUT_AND_OUTPUT = [
     ),
     (
         ["--checkpoint.initial_load_path=x"],
-        'checkpoint.initial_load_path: given "x"; allowed: weights; x: no such file or folder; give a checkpoint, a '
+        'checkpoint.initial_load_path: given "x"; allowed: a path with weights; x: no such file or folder; give a '
+        "checkpoint, a "
         "folder of them, an export, a folder of Hugging Face or a .safetensors file",
     ),
     (
@@ -102,12 +103,14 @@ INPUT_AND_OUTPUT = [
         ],
         "checkpoint.initial_load_model_only: given false; allowed: true with initial_load_in_hf; safetensors of "
         "Hugging Face hold no optimizer state",
-        'checkpoint.initial_load_path: given "{0}"; allowed: weights; {0}: no weights in it; give a checkpoint, a '
+        'checkpoint.initial_load_path: given "{0}"; allowed: a path with weights; {0}: no weights in it; give a '
+        "checkpoint, a "
         "folder of them, an export, a folder of Hugging Face or a .safetensors file",
     ),
     (
         ["--checkpoint.enable", "--checkpoint.initial_load_path={0}/no"],
-        'checkpoint.initial_load_path: given "{0}/no"; allowed: weights; {0}/no: no such file or folder; give a '
+        'checkpoint.initial_load_path: given "{0}/no"; allowed: a path with weights; {0}/no: no such file or folder; '
+        "give a "
         "checkpoint, a folder of them, an export, a folder of Hugging Face or a .safetensors file",
     ),
     *(

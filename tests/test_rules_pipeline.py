@@ -35,7 +35,7 @@ PIPELINE = [
     ),
     (
         [PP + "2", "--training.local_batch_size=6", "--parallelism.pipeline_parallel_microbatch_size=4"],
-        "pipeline_parallel_microbatch_size: given 4; allowed: what divides training.local_batch_size; a local batch of "
+        "pipeline_parallel_microbatch_size: given 4; allowed: a divisor of training.local_batch_size; a local batch of "
         "6 samples does not divide into pipeline microbatches of 4; microbatch sizes that would do: 1, 2, 3, 6; local "
         "batch sizes that would do: 4, 8",
     ),

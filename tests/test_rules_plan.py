@@ -23,7 +23,7 @@ GATHER, REDUCE = "--parallelism.fsdp_quantized_gather=int8", "--parallelism.fsdp
 MESSAGES = [
     (
         [SHARDS + "8", SECOND + "3"],
-        'fsdp_reshard_after_forward: given 3; allowed: "always" or "never", or what divides the 8 shards: 2, 4; write '
+        'fsdp_reshard_after_forward: given 3; allowed: "always" or "never", or a divisor of the 8 shards: 2, 4; write '
         '"always" to gather among all shards',
     ),
     (

@@ -10,28 +10,28 @@ TENSOR = [
     (
         [TP + "3", "--training.seq_len=99"],
         "tensor_parallel_degree: given 3, which does not divide n_heads 16 and n_kv_heads 16 and vocab_size 2048; "
-        "allowed: what divides these and feed-forward width 768: 1, 2, 4, 8, 16; write one of these",
+        "allowed: a divisor of these and feed-forward width 768: 1, 2, 4, 8, 16; write one of these",
     ),
     (
         [TP + "4", "--model.overrides={n_kv_heads = 2}"],
-        "tensor_parallel_degree: given 4, which does not divide n_kv_heads 2; allowed: what divides it and n_heads 16, "
+        "tensor_parallel_degree: given 4, which does not divide n_kv_heads 2; allowed: a divisor of it and n_heads 16, "
         "feed-forward width 768, vocab_size 2048: 1, 2; write one of these",
     ),
     (
         [TP + "4", "--model.overrides={multiple_of = 1}"],
-        "tensor_parallel_degree: given 4, which does not divide feed-forward width 682; allowed: what divides it and "
+        "tensor_parallel_degree: given 4, which does not divide feed-forward width 682; allowed: a divisor of it and "
         "n_heads 16, n_kv_heads 16, vocab_size 2048: 1, 2; write one of these",
     ),
     (
         [TP + "4", "--model.overrides={vocab_size = 258}"],
-        "tensor_parallel_degree: given 4, which does not divide vocab_size 258; allowed: what divides it and n_heads "
+        "tensor_parallel_degree: given 4, which does not divide vocab_size 258; allowed: a divisor of it and n_heads "
         "16, n_kv_heads 16, feed-forward width 768: 1, 2; write one of these, or fill it up: model.overrides = "
         "{vocab_size = 260}",
     ),
     (  # seq_len need not be a multiple of what tensor parallel cannot be
         [TP + "3"],
         "tensor_parallel_degree: given 3, which does not divide n_heads 16 and n_kv_heads 16 and vocab_size 2048; "
-        "allowed: what divides these and feed-forward width 768: 1, 2, 4, 8, 16; write one of these",
+        "allowed: a divisor of these and feed-forward width 768: 1, 2, 4, 8, 16; write one of these",
     ),
     (
         [TP + "2", "--compile.enable", "--activation_checkpoint.mode=memory_budget"],
@@ -72,17 +72,17 @@ CONTEXT = [
     ),
     (
         [CP + "3", METHOD + "ulysses", "--training.seq_len=48"],
-        'context_parallel_degree: given 3; allowed: with "ulysses" what divides the 16 query heads of a rank: 1, 2, 4, '
+        'context_parallel_degree: given 3; allowed: with "ulysses" a divisor of the 16 query heads of a rank: 1, 2, 4, '
         '8, 16; write one of these, or parallelism.context_parallel_rotate_method = "allgather"',
     ),
     (  # nor a multiple of what context parallel cannot be
         [CP + "3", METHOD + "ulysses", "--training.seq_len=2048"],
-        'context_parallel_degree: given 3; allowed: with "ulysses" what divides the 16 query heads of a rank: 1, 2, 4, '
+        'context_parallel_degree: given 3; allowed: with "ulysses" a divisor of the 16 query heads of a rank: 1, 2, 4, '
         '8, 16; write one of these, or parallelism.context_parallel_rotate_method = "allgather"',
     ),
     (
         [CP + "8", TP + "4", METHOD + "ulysses", "--training.seq_len=64"],
-        'context_parallel_degree: given 8; allowed: with "ulysses" what divides the 4 query heads of a rank (n_heads '
+        'context_parallel_degree: given 8; allowed: with "ulysses" a divisor of the 4 query heads of a rank (n_heads '
         "16 / tensor_parallel 4): 1, 2, 4; write one of these, or parallelism.context_parallel_rotate_method = "
         '"allgather"',
     ),

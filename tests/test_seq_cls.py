@@ -184,7 +184,8 @@ def test_only_evaluation_counts_and_only_labels():
 def test_with_an_adapter_the_new_head_must_be_trained():
     lora = ("--adapter.kind=lora", "--adapter.rank=4")
     assert lines(*ROBERTA, TWO_CLASSES, *lora) == [
-        "adapter.train_fully: given []; allowed: what fits norm.dense.weight and output.weight, the head of classes; "
+        "adapter.train_fully: given []; allowed: patterns that match norm.dense.weight and output.weight, the head "
+        "of classes; "
         'write ["norm.dense.*", "output.*"], or train_dense_rest = true'
     ]
     assert lines(*ROBERTA, TWO_CLASSES, *lora, '--adapter.train_fully=["norm.dense.*", "output.*"]') == []

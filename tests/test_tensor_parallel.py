@@ -483,7 +483,7 @@ REFUSALS = {
         {"layers.1.attention.wk": nn.Linear(48, 36)},
         {},
         "parallelism.tensor_parallel_degree: given 2, which does not divide heads of layers.1.attention.wk 3; allowed: "
-        "what divides .*: 1, 3; write one of these",
+        "a divisor of .*: 1, 3; write one of these",
     ),
     "width": (
         {"layers.0.feed_forward.w2": nn.Linear(33, 48)},

@@ -375,7 +375,7 @@ def test_mlflow_without_a_tracking_uri_is_refused(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name, *args: name == "mlflow" or find(name, *args))
     monkeypatch.delenv("MLFLOW_TRACKING_URI", raising=False)
     (fault,) = lines("--metrics.trackers=mlflow")
-    assert "allowed: with MLFLOW_TRACKING_URI in the environment" in fault
+    assert "allowed: only with MLFLOW_TRACKING_URI in the environment" in fault
     monkeypatch.setenv("MLFLOW_TRACKING_URI", "http://localhost:5000")
     assert lines("--metrics.trackers=mlflow") == []
     monkeypatch.setenv("DISABLE_MLFLOW_INTEGRATION", "TRUE")

@@ -120,7 +120,7 @@ def test_invalid_patterns_are_refused(texts, tmp_path, capsys, monkeypatch):
     )
     tied = ["--model.overrides={tied_embeddings=true}", '--training.unfrozen=["output.weight"]', *arguments[1:]]
     assert not any("new token" in fault for fault in lines(*tied)), "either name selects both"
-    assert any("what fits tok_embeddings.weight, with" in fault for fault in lines(*tied[1:]))
+    assert any("patterns that match tok_embeddings.weight, with" in fault for fault in lines(*tied[1:]))
     assert cli.main(["check", "--no-memory", '--training.unfrozen=["*norm*"]']) == 0
     assert (
         "  types     frozen weights in bfloat16, trained ones and their state in float32\n" in capsys.readouterr().out

@@ -111,7 +111,7 @@ WARM = ["--checkpoint.enable", "--checkpoint.initial_load_counters"]
         (["--training.steps=6"], "training.steps: given 6; allowed: more than 6; "),
         (
             ["--lr_scheduler.decay_type=relora_cyclical", "--lr_scheduler.cycle_length=7", "--training.steps=14"],
-            "cycle_length: given 7; allowed: what divides the 8 steps in all",
+            "cycle_length: given 7; allowed: a divisor of the 8 steps in all",
         ),
         (["--checkpoint.initial_load_model_only=false"], "false with initial_load_model_only = false"),
     ],

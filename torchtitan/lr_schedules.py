@@ -170,7 +170,7 @@ class LRSchedule:
             refuse("cycle_length", "nothing", f"a number of steps with {JAGGED}", "set it, or adapter.relora.every")
         if cycle is not None and total % cycle:
             near = " or ".join(str(cycle * count) for count in (total // cycle, total // cycle + 1) if count)
-            refuse("cycle_length", cycle, f"what divides the {total} steps in all", f"train {near} steps, or change it")
+            refuse("cycle_length", cycle, f"a divisor of the {total} steps in all", f"train {near} steps, or change it")
         if self.decay_type == JAGGED and self.restart_warmup_steps is None:
             refuse("restart_warmup_steps", "nothing", f"a number of steps with {JAGGED}", "set it")
         if (self.restart_warmup_steps or 0) > (cycle or total):

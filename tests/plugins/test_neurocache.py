@@ -341,7 +341,7 @@ def test_recompute_neither_retrieves_nor_stores_again(ordering):
     [
         (dict(window=3), "window: allowed: 1, or an even number; write 2 or 4"),
         (dict(cache_size=2), "cache_size: allowed: at least 3, topk; raise it"),
-        (dict(compression=5), "compression: allowed: what divides the width 32 of the model"),
+        (dict(compression=5), "compression: allowed: a divisor of the width 32 of the model"),
         (dict(retrieval_map={"4": 4}), "retrieval_map: allowed: layers from 0 to 1; drop 4"),
         (dict(attention_layers=[1, 7]), "attention_layers: allowed: layers from 0 to 1; drop 7"),
         (dict(retrieval_map={"1": 0}, attention_layers=[0]), "attention_layers: allowed: layers from 1 on"),

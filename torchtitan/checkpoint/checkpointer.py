@@ -376,7 +376,7 @@ class Checkpointer:
         """Raise `NotFinite` if weights or moments read from `origin` contain a NaN or an infinity."""
         if names := self.not_finite():
             more = f" and {len(names) - 1} more" if len(names) > 1 else ""
-            raise NotFinite(f"{origin}: {names[0]}{more} holds NaN or infinity, from which no training comes back")
+            raise NotFinite(f"{origin}: {names[0]}{more} holds NaN or infinity: training cannot recover from these")
 
     def _restore(self, source: CheckpointSource, with_state: bool, heads: Heads = NO_HEADS) -> None:
         judge = partial(self.hooks.before_load, source.state["trainer"], not with_state)

@@ -395,6 +395,6 @@ def is_undamaged(folder: Path, peers: Peers) -> bool:
         peers.agree(f"looking at {folder.name}", verify)
     except CheckpointError as error:
         if peers.is_main:
-            logger.warning("%s is not sound any more (%s): older ones stay in its place", folder, error)
+            logger.warning("%s is damaged (%s): older checkpoints are kept", folder, error)
         return False
     return True

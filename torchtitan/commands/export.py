@@ -70,7 +70,9 @@ def main(argv: list[str]) -> int:
         print(announcement(job.model, dtype), flush=True)
         return export(job, step_folder, target, dtype, options.merge_base == "unpacked")
     if options.dtype:
-        raise JobError(f"--dtype: given {options.dtype}; allowed: with --merge only; an adapter alone keeps its type")
+        raise JobError(
+            f"--dtype: given {options.dtype}; allowed: a dtype only with --merge; an adapter alone keeps its type"
+        )
     if job.config.adapter.kind == NONE:
         raise JobError(f"{options.folder}: its job has no adapter; write --merge for the weights of the model")
     model, adapter = inference_model.load_model(job, step_folder, torch.device("cpu"))

@@ -171,7 +171,7 @@ class JobLayout:
         try:
             return num_microbatches(local, size)
         except JobError as error:
-            key, allowed = "parallelism.pipeline_parallel_microbatch_size", "what divides training.local_batch_size"
+            key, allowed = "parallelism.pipeline_parallel_microbatch_size", "a divisor of training.local_batch_size"
             raise LimitError(key, size, allowed, str(error)) from None
 
     @property

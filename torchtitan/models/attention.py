@@ -165,7 +165,8 @@ def activate_flash_attention(backend: str, device: torch.device) -> None:
         activate_flash_attention_impl("FA3")
     except (ImportError, RuntimeError, ValueError) as error:
         raise JobError(
-            f'model.attention_backend: given "fa3"; allowed: with the package flash_attn_interface, FlashAttention 3 '
+            f'model.attention_backend: given "fa3"; allowed: "fa3" only with the package flash_attn_interface, '
+            f"FlashAttention 3 "
             f'for Hopper GPUs ({error}); install it, or write "auto"'
         ) from error
 

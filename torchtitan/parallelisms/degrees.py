@@ -63,7 +63,7 @@ def expert_pool_size(dp_shard: int, cp: int, tp: int) -> int:
 def check_num_experts(ep: int, experts: int, pool_size: int | None = None) -> None:
     """Check that the experts divide evenly over ep ranks. `pool_size`: the number of usable ranks, if known."""
     if experts % ep:
-        allowed = f"what divides the {experts} experts and the ranks that it borrows"
+        allowed = f"a divisor of the {experts} experts and the ranks that it borrows"
         fits = math.gcd(experts, pool_size or experts)
         remedy = f"write one of {divisors(experts)}, and lend it a multiple of as many ranks"
         remedy = f"write one of {divisors(fits)}" if fits > 1 else remedy
@@ -75,7 +75,7 @@ def check_expert_degree(ep: int, dp_shard: int, cp: int, tp: int, experts: int =
     pool_size = expert_pool_size(dp_shard, cp, tp)
     if pool_size % ep:
         product = f"data_parallel_shard {dp_shard} x context_parallel {cp} x tensor_parallel {tp}"
-        allowed = f"what divides {product} = {pool_size}, the ranks that it borrows"
+        allowed = f"a divisor of {product} = {pool_size}, the ranks that it borrows"
         fits = divisors(math.gcd(experts, pool_size))
         fits = f"one of {fits}" if "," in fits else fits
         remedy = f"write {fits}, or lend it a multiple of {ep} ranks"
@@ -95,7 +95,7 @@ def check_even_split(tp: int, sizes: Mapping[str, int]) -> None:
         raise LimitError(
             DEGREES + "tensor_parallel_degree",
             f"{tp}, which does not divide {' and '.join(f'{name} {sizes[name]}' for name in indivisible)}",
-            f"what divides {divided}: {divisors(math.gcd(*sizes.values()))}",
+            f"a divisor of {divided}: {divisors(math.gcd(*sizes.values()))}",
             remedy,
         )
 
@@ -138,7 +138,7 @@ def check_ulysses_heads(cp: int, heads: int, total_heads: str = "") -> None:
     `total_heads`: text for the message that gives the total number of heads.
     """
     if heads % cp:
-        allowed = f'with "ulysses" what divides the {heads} query heads of a rank{total_heads}: {divisors(heads)}'
+        allowed = f'with "ulysses" a divisor of the {heads} query heads of a rank{total_heads}: {divisors(heads)}'
         remedy = f'write one of these, or {DEGREES}context_parallel_rotate_method = "allgather"'
         raise LimitError(DEGREES + "context_parallel_degree", cp, allowed, remedy)
 

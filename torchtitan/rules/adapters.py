@@ -103,7 +103,7 @@ def new_head_is_trained(facts: Facts) -> Iterator[Fault]:
     frozen = [name for name in heads if not any(fnmatchcase(f"{name}.weight", pattern) for pattern in chosen)]
     if frozen:
         patterns = ", ".join(f'"{name}.*"' for name in heads)
-        allowed = f"what fits {' and '.join(f'{name}.weight' for name in frozen)}, the head of classes"
+        allowed = f"patterns that match {' and '.join(f'{name}.weight' for name in frozen)}, the head of classes"
         yield facts.fault(key, allowed, f"write [{patterns}], or {other}")
 
 
@@ -121,7 +121,7 @@ def new_rows_are_trained(facts: Facts) -> Iterator[Fault]:
     matched = {name for name in accepted if any(fnmatchcase(name, pattern) for pattern in chosen)}
     if frozen := [name for name in required if name not in matched and not (tied and matched)]:
         new = len(facts.untrained_tokens)
-        allowed = f"what fits {' and '.join(frozen)}, with rows of {new} new token{'s' if new > 1 else ''}"
+        allowed = f"patterns that match {' and '.join(frozen)}, with rows of {new} new token{'s' if new > 1 else ''}"
         patterns = ", ".join(f'"{name}"' for name in dict.fromkeys([*chosen, *required]))
         yield facts.fault(key, allowed, f"write [{patterns}], or {other}")
 

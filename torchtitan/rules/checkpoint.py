@@ -178,7 +178,7 @@ def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
             return  # this run resumes its own checkpoint and no longer needs the initial weights
         kind, place = find_weights(path)
     except (OSError, NothingLoadable) as error:
-        yield facts.fault(key, "weights", str(error))
+        yield facts.fault(key, "a path with weights", str(error))
         return
     if kind != "hf" and options.initial_load_in_hf:
         origin = "this project" if kind == "native" else "PyTorch's torchtitan"
@@ -209,7 +209,7 @@ def reference_is_of_this_model(facts: Facts) -> Iterator[Fault]:
             return
         kind, place = find_weights(Path(path))
     except (OSError, NothingLoadable) as error:
-        yield facts.fault(key, "weights", str(error))
+        yield facts.fault(key, "a path with weights", str(error))
         return
     if kind == "hf" and (place / CONFIG).is_file():
         yield from _other_sizes(facts, place, key)

@@ -74,7 +74,7 @@ def tokenizer_fits(facts: Facts) -> Iterator[Fault]:
         if home and facts.config.model.flavor != "debugmodel" and "No such file" in remedy:
             remedy += f"; download it from a model of huggingface.co/{home}"
             remedy += ", after the licence is accepted" * (home == "meta-llama")
-        yield facts.fault(key, "a tokenizer", remedy)
+        yield facts.fault(key, "the path of a tokenizer", remedy)
     elif facts.tokenizer.vocab_size > (most := facts.model.args.vocab_size):
         yield facts.fault(
             key,
@@ -109,7 +109,11 @@ def data_is_there(facts: Facts) -> Iterator[Fault]:
             for package in source.packages:
                 if importlib.util.find_spec(package) is None:
                     remedy = "pip install 'torchtitan-toml[data]', or choose a dataset that needs none"
-                    yield facts.fault(f"{place}.dataset", f"with the package {package}, which is not installed", remedy)
+                    yield facts.fault(
+                        f"{place}.dataset",
+                        f"{show(source_config.dataset)} only with the package {package}, which is not installed",
+                        remedy,
+                    )
             if isinstance(source, TokenShards):
                 document_lengths(TokenReader(source), seq_len) if facts.model.spec.whole_records else source.blocks(
                     seq_len
@@ -119,7 +123,9 @@ def data_is_there(facts: Facts) -> Iterator[Fault]:
             elif isinstance(source, PretokenizedBlocks) and not isinstance(facts.tokenizer, Exception):
                 source.check(seq_len, facts.tokenizer, facts.config.model.tokenizer_path)
         except (OSError, DataError) as error:
-            yield facts.fault(f"{place}.dataset_path", f"data for dataset {show(source_config.dataset)}", str(error))
+            yield facts.fault(
+                f"{place}.dataset_path", f"a path with data for dataset {show(source_config.dataset)}", str(error)
+            )
 
 
 def sources_are_said_once(facts: Facts) -> Iterator[Fault]:
@@ -188,7 +194,9 @@ def loader_workers(facts: Facts) -> Iterator[Fault]:
             remedy = f"{obstacle}; {SHARED_MEMORY_REMEDY}, or set training.dataloader.num_workers = 0"
             yield facts.fault("training.dataloader.num_workers", allowed, remedy)
     elif (facts.config.data.num_proc or 1) > 1 and (obstacle := shared_memory_obstacle()):
-        yield facts.fault("data.num_proc", "1 here", f"{obstacle}; {SHARED_MEMORY_REMEDY}, or set data.num_proc = 1")
+        yield facts.fault(
+            "data.num_proc", "1 on this machine", f"{obstacle}; {SHARED_MEMORY_REMEDY}, or set data.num_proc = 1"
+        )
     yield from facts.judged(check_prefetch, loader.num_workers, loader.prefetch_factor)
     yield from facts.judged(check_persistence, loader.num_workers, loader.persistent_workers)
 

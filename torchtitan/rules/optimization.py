@@ -153,7 +153,7 @@ def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
         remedy = 'expert-parallel layers are not compiled, so a budget does not apply; write "full" or "selective"'
         yield facts.fault("activation_checkpoint.mode", "another mode with expert parallel", remedy)
     elif config.activation_checkpoint.mode == "memory_budget" and not facts.layout.compiles_model:
-        allowed = "with a compiled model only, as the compiler applies the budget"
+        allowed = '"memory_budget" only with a compiled model, as the compiler applies the budget'
         remedy = 'set compile.enable = true with "model" in compile.components, or another mode'
         yield facts.fault("activation_checkpoint.mode", allowed, remedy)
     if compiled.enable and not compiled.components:

@@ -71,7 +71,7 @@ def second_shards_divide(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(key, '"always" or "never" with tensor parallel', f'{reason}; write "always"')
     elif shards % size or size == shards:
         sizes = [str(n) for n in range(2, shards) if shards % n == 0]
-        numbers = f", or what divides the {shards} shards: {', '.join(sizes)}" if sizes else ""
+        numbers = f", or a divisor of the {shards} shards: {', '.join(sizes)}" if sizes else ""
         yield facts.fault(key, f'"always" or "never"{numbers}', 'write "always" to gather among all shards')
 
 
@@ -324,7 +324,9 @@ def communication_is_kept_with_overlap(facts: Facts) -> Iterator[Fault]:
     config = facts.config
     overlap = config.parallelism.pipeline_parallel_expert_parallel_overlap
     if config.activation_checkpoint.mode == "full_keep_comm" and not overlap:
-        yield facts.fault("activation_checkpoint.mode", f"with {OVERLAP} only", 'write "full", or set it')
+        yield facts.fault(
+            "activation_checkpoint.mode", f'"full_keep_comm" only with {OVERLAP}', 'write "full", or set it'
+        )
 
 
 def experts_that_travel_are_compiled_in_parts(facts: Facts) -> Iterator[Fault]:

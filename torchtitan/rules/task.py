@@ -173,7 +173,7 @@ def template_is_there(facts: Facts) -> Iterator[Fault]:
     try:
         resolve_template(template or NAMED["chatml"])
     except JobError as error:
-        yield facts.fault("data.chat_template", "a chat template", str(error))
+        yield facts.fault("data.chat_template", "the name or file of a chat template", str(error))
 
 
 def task_has_these_options(facts: Facts) -> Iterator[Fault]:
@@ -234,7 +234,7 @@ def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
         allowed = "unset with training.shuffle = false, which keeps the stored order"
         yield facts.fault("data.group_by_length", allowed, "drop one of the two")
     if data.group_by_length and len(config.training.sources) > 1 and not facts.data.joins_sources:
-        allowed = "with training.epochs, as sources mixed by weight cannot be grouped"
+        allowed = "true only with training.epochs, as sources mixed by weight cannot be grouped"
         yield facts.fault("data.group_by_length", allowed, 'set training.mixing = "sizes", or drop it')
     shard, shards = map(int, data.shards.split("/"))
     if shard > shards:
@@ -259,7 +259,7 @@ def groups_by_length_have_a_step(facts: Facts) -> Iterator[Fault]:
         return
     samples = facts.layout.samples_per_pass
     if samples > training.local_batch_size:
-        allowed = "on several ranks only with training.global_batch_size, as samples are grouped by step"
+        allowed = "true on several ranks only with training.global_batch_size, as samples are grouped by step"
         yield facts.fault("data.group_by_length", allowed, f"write training.global_batch_size = {samples}")
 
 

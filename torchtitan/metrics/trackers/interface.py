@@ -110,7 +110,7 @@ class Tracker(ABC):
         """Return why the tracker cannot start here, as (allowed, remedy); None if it can."""
         if importlib.util.find_spec(cls.package) is None:
             remedy = f"pip install 'torchtitan-toml[{cls.package}]', or leave it out"
-            return f"with the {cls.package} package only, which is not installed", remedy
+            return f"only with the package {cls.package}, which is not installed", remedy
         return None
 
 

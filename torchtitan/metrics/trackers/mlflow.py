@@ -57,7 +57,7 @@ class MLflow(Tracker):
         if os.environ.get(OFF, "").lower() in ("true", "1"):
             return f"nothing with {OFF} in the environment", "unset it, or leave mlflow out"
         if missing is None and not os.environ.get("MLFLOW_TRACKING_URI"):
-            allowed = "with MLFLOW_TRACKING_URI in the environment, which says where MLflow keeps its runs"
+            allowed = "only with MLFLOW_TRACKING_URI in the environment, the place of MLflow's runs"
             return allowed, "export MLFLOW_TRACKING_URI=http://HOST:5000, the address of an `mlflow server`"
         return missing
 

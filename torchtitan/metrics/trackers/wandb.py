@@ -40,7 +40,7 @@ class WeightsAndBiases(Tracker):
     def obstacle(cls) -> tuple[str, str] | None:
         missing = super().obstacle()
         if missing is None and not _can_log_in():
-            allowed = "with a key of Weights & Biases only, because a run cannot answer its prompt"
+            allowed = "only with a key of Weights & Biases, because a run cannot answer its prompt"
             return allowed, "run wandb login once, set WANDB_API_KEY, or log to this machine with WANDB_MODE=offline"
         return missing
 

@@ -166,7 +166,7 @@ def _global_part(config: Mapping[str, Any]) -> dict[str, Any]:
     scaling = config.get("rope_scaling") or {}
     if isinstance(scaling, Mapping) and "type" in scaling and "rope_type" not in scaling:
         raise JobError(
-            f"rope_scaling = {scaling!r}; allowed: with rope_type, as transformers ignores type in this family"
+            f"rope_scaling = {scaling!r}; allowed: a table with rope_type, as transformers ignores type in this family"
         )
     return {**config, "rope_parameters": _rope_of(config, GLOBAL)}
 

@@ -115,7 +115,7 @@ def cache_misfits(options: Options, n_layers: int, dim: int, seq_len: int | None
             KEY + "compression", 'more than 1 with init = "pca"', "write another init, all directions are kept"
         )
     if dim % options.compression:
-        yield Misfit(KEY + "compression", f"what divides the width {dim} of the model", "")
+        yield Misfit(KEY + "compression", f"a divisor of the width {dim} of the model", "")
     minimum = max(seq_len or 1, options.topk, options.window + 1)
     if options.cache_size < minimum:
         reason = "a segment's tokens" if minimum == seq_len else "topk" if minimum == options.topk else "window + 1"
