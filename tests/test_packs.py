@@ -18,7 +18,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.initialization import initialize
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.sample_packing import Packing, PackReader, best_fit, held_out_counts
-from torchtitan.datasets.samples import IGNORE
+from torchtitan.datasets.samples import IGNORE, ShardPieces
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenReader, TokenShards
 from torchtitan.job import ResolvedJob
@@ -220,6 +220,17 @@ def test_joined_sources_are_one_endless_source(folders):
     assert sorted(one_pass) == sorted(ids for ids, _ in both)
     with pytest.raises(JobError, match="weight: in epochs in the checkpoint, 1.0 now"):
         packed(folders, state=merge_states([packed(folders, **options).state_dict()]))
+
+
+def test_the_first_batch_waits_for_a_short_read(folders, monkeypatch):
+    """Reads grow with the run: of short samples the largest has ten thousands."""
+    sizes, read = [], PackReader.read
+    monkeypatch.setattr(PackReader, "read", lambda reader, numbers: sizes.append(len(numbers)) or read(reader, numbers))
+    batches = iter(packed(folders, names="a", local_batch_size=2))
+    next(batches)
+    assert sizes == [2 * ShardPieces.PIECE_BATCHES]
+    assert len(list(islice(batches, ShardPieces.PIECE_BATCHES))) == ShardPieces.PIECE_BATCHES
+    assert sizes[1:] == [4 * ShardPieces.PIECE_BATCHES]
 
 
 def test_held_out_split_takes_its_share_of_each_source(folders):

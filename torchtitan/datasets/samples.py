@@ -312,7 +312,8 @@ class ShardPieces:
     PIECE_TOKENS = 2**17
     PIECE_BATCHES = 64
     READ_TOKENS = 2**20
-    """Tokens that are looked up and read together, for several pieces."""
+    """Tokens that are looked up and read together, for several pieces. The first reads are shorter, as the first batch
+    waits for them: a piece, then twice as much each time."""
     AHEAD = 2**14
     """Number of samples per computation of their order."""
     local_streams: list[int] = []
@@ -339,14 +340,17 @@ class ShardPieces:
         per_read = per_piece * max(1, self.READ_TOKENS // (per_piece * size * self.batch_format.seq_len))
         num_reads = max(1, self.AHEAD // (per_read * size))
         num_pieces = num_reads * per_read // per_piece
+        reading = per_piece
         for first in count(worker, workers * num_pieces):
             batches = (first + np.arange(num_pieces)[:, None] * workers) * per_piece + np.arange(per_piece)
             samples = self.share.samples(batches.ravel()).ravel()
             past = np.zeros(len(samples), dtype=bool) if self.end is None else samples >= self.end
             starts = reader.order(np.where(past, 0, samples))
             remaining = len(starts) if limit is None else int((batches < limit).sum()) * size
-            for begin in range(0, remaining, per_read * size):
-                read = slice(begin, min(begin + per_read * size, remaining))
+            begin = 0
+            while begin < remaining:
+                read = slice(begin, min(begin + reading * size, remaining))
+                begin, reading = read.stop, min(2 * reading, per_read)
                 trained = reader.trained(starts[read])
                 if past[read].any():
                     shape = len(starts[read]), self.batch_format.seq_len + 1
