@@ -21,7 +21,7 @@ from torchtitan.adapters.interface import Adapter
 from torchtitan.assembly import parts
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.manager import load
-from torchtitan.core.initialization import initialize
+from torchtitan.core.random_draws import initialize
 from torchtitan.core.tensor_storage import draw_stores
 from torchtitan.job import ResolvedJob
 from torchtitan.optimizers.build import build_optimizers

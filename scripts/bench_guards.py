@@ -33,10 +33,10 @@ from bench_timing import WARM_UP, Goal, Turns, heading, row, take_turns, throw_l
 
 from torchtitan import launch
 from torchtitan.config import manager
-from torchtitan.core.initialization import local_part
-from torchtitan.launcher.lock import hold_lock, this_process
+from torchtitan.core.random_draws import local_part
 from torchtitan.launcher.multi_node import Coordinator
 from torchtitan.launcher.processes import SignalQueue
+from torchtitan.launcher.run_folder import hold_lock, this_process
 from torchtitan.process import distributed
 from torchtitan.process.exit import exit_with
 from torchtitan.process.ranks import read_ranks

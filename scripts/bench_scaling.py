@@ -45,9 +45,9 @@ from torchtitan.datasets.preparing import prepare
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.job import ResolvedJob
-from torchtitan.launcher.lock import hold_lock, this_process
 from torchtitan.launcher.multi_node import Coordinator
 from torchtitan.launcher.processes import SignalQueue
+from torchtitan.launcher.run_folder import hold_lock, this_process
 from torchtitan.metrics.device import GIB
 from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.planner.estimate import flops_of_a_rank, predict, worst

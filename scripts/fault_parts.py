@@ -324,7 +324,7 @@ def nan_loss(trainer) -> None:
 
 def local_weight(trainer):
     """Return this rank's shard of a weight that every token uses."""
-    from torchtitan.core.initialization import local_part
+    from torchtitan.core.random_draws import local_part
 
     parameters = dict(trainer.model.named_parameters())
     return local_part(parameters["layers.0.attention.wq.weight"].detach())[0].view(-1)

@@ -36,9 +36,9 @@ from fault_parts import PARTS, Case, arm_starts, remove_cgroups
 
 from torchtitan import launch
 from torchtitan.checkpoint.layout import CheckpointError, check_complete, read_manifest
-from torchtitan.launcher.lock import start_time
 from torchtitan.launcher.multi_node import Coordinator
 from torchtitan.launcher.processes import SignalQueue
+from torchtitan.launcher.run_folder import start_time
 from torchtitan.metrics.json_lines import read_records
 
 STEPS, INTERVAL, PER_JOB = 40, 4, 9

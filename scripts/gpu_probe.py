@@ -18,8 +18,8 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.float8 import has_kernel
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models.dropout import Dropout
-from torchtitan.models.float8 import convert
-from torchtitan.models.moe.experts import grouped_mm
+from torchtitan.models.layers import convert
+from torchtitan.models.moe.layer import grouped_mm
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.build import build_optimizers
 

@@ -30,8 +30,8 @@ from torchtitan.assembly import parts  # noqa: E402
 from torchtitan.assembly.data import JobDatasets  # noqa: E402
 from torchtitan.commands.evaluate import of_documents  # noqa: E402
 from torchtitan.commands.generate import find_checkpoint  # noqa: E402
-from torchtitan.config.sections.adapter import Adapter  # noqa: E402
-from torchtitan.core.initialization import initialize  # noqa: E402
+from torchtitan.config.sections.model import Adapter  # noqa: E402
+from torchtitan.core.random_draws import initialize  # noqa: E402
 from torchtitan.datasets.segments import HeldOutSegments  # noqa: E402
 from torchtitan.losses.objective import SummedCrossEntropy, cross_entropies  # noqa: E402
 from torchtitan.plugins.neurocache.adapter import Neurocache  # noqa: E402

@@ -11,11 +11,10 @@ from tests.support import jobs, judged
 from tests.support.adapted import perturb_parameters
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
-from torchtitan.adapters.lora import LoRA
-from torchtitan.adapters.low_rank import dropout_key
-from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.adapters.low_rank import LoRA, dropout_key
+from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import initialize
+from torchtitan.core.random_draws import initialize
 from torchtitan.models import SIZES
 from torchtitan.models.attention import SharedInputs
 from torchtitan.models.dropout import Dropout, layer_keys, token_keys

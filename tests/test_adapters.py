@@ -20,7 +20,7 @@ from torchtitan import adapters
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.checkpoint import load_model_for_inference
 from torchtitan.config import manager
-from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
 from torchtitan.models import SIZES

@@ -38,7 +38,7 @@ from tests.support.tiny_decoders import GPT2 as TINY_GPT2
 from tests.support.tiny_decoders import OPT as TINY_OPT
 from tests.support.tiny_decoders import ROBERTA as TINY_ROBERTA
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import Constant, Normal
+from torchtitan.core.random_draws import Constant, Normal
 from torchtitan.models import SIZES
 from torchtitan.models.gpt2.model import GPT2
 from torchtitan.models.gpt2.model import HF as GPT2_HF

@@ -15,17 +15,17 @@ from tests.support.pool import run_ranks
 from torchtitan.adapters import ADAPTERS
 from torchtitan.adapters.interface import Adapter
 from torchtitan.contract.step import SAMPLES, SEQ_LEN, device_step, local_batch, micro_batch, rank_step
-from torchtitan.core.initialization import initialize
+from torchtitan.core.random_draws import initialize
 from torchtitan.core.tensor_storage import draw_stores
 from torchtitan.losses.objective import IGNORE_INDEX, Objective
 from torchtitan.losses.tasks import TASKS
 from torchtitan.models import SIZES
 from torchtitan.models.attention import use_shifted_groups
 from torchtitan.models.dropout import add_embedding_noise
-from torchtitan.models.float8 import use_float8
+from torchtitan.models.layers import use_float8
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.models.spec import MODELS
-from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.degrees import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.parallelisms.parallelize import ParallelOptions
 from torchtitan.parallelisms.pipeline.pipeline_parallel import PipelineOptions

@@ -17,9 +17,8 @@ from torch.nn.attention.flex_attention import create_mask
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.pool import run_ranks
-from torchtitan.core.constraints import LimitError
-from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import clean_name, initialize
+from torchtitan.core.errors import JobError, LimitError
+from torchtitan.core.random_draws import clean_name, initialize
 from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.llama import LlamaArgs

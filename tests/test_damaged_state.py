@@ -13,7 +13,7 @@ from tests.test_guards import PLANS, options
 from tests.test_relora_jobs import RELORA
 from tests.test_replicas import OF_OPTIMIZER
 from torchtitan.config import manager
-from torchtitan.core.initialization import local_part
+from torchtitan.core.random_draws import local_part
 from torchtitan.guards import BadStep
 from torchtitan.guards.checksums import bit_sum
 from torchtitan.optimizers import OPTIMIZERS

@@ -20,7 +20,7 @@ from tests.combinations import Combination
 from tests.support.pool import run_ranks
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models.decoder import DECODER_PLAN
-from torchtitan.parallelisms import data_parallel, replicas
+from torchtitan.parallelisms import data_parallel
 from torchtitan.parallelisms.data_parallel import apply_data_parallel
 from torchtitan.process.exit import failure_kind
 
@@ -101,9 +101,11 @@ def test_over_one_rank_no_gradient_is_divided_by_one(tied):
 
 def gradients_over_replicas(row, overlapped):
     """Return gradients of a step, and the sums that are under way when backward has computed its last gradient."""
-    function, pending = (replicas.overlap_replicas if overlapped else lambda module: None), []
-    wait = replicas.DeferredGroup.wait
-    count = patch.object(replicas.DeferredGroup, "wait", lambda self: (pending.append(len(self.pending)), wait(self)))
+    function, pending = (data_parallel.overlap_replicas if overlapped else lambda module: None), []
+    wait = data_parallel.DeferredGroup.wait
+    count = patch.object(
+        data_parallel.DeferredGroup, "wait", lambda self: (pending.append(len(self.pending)), wait(self))
+    )
     with patch.object(data_parallel, "overlap_replicas", function), count:
         model = test_combinations.assembled(row)
         for number in range(row.accumulation):
@@ -134,13 +136,13 @@ def backward_over_replicas():
     model, batch = test_combinations.assembled(Combination(ranks=2, dp_replicate=2)), test_combinations.batch()
     loss = model.parts[0](tokens=batch["tokens"], labels=batch["labels"])
     buffers = []
-    allocate = replicas.SingleBuffer.allocate
+    allocate = data_parallel.SingleBuffer.allocate
 
     def record(self, *args, **kwargs):
         buffers.append(allocate(self, *args, **kwargs))
         return buffers[-1]
 
-    with Divided() as divided, patch.object(replicas.SingleBuffer, "allocate", record):
+    with Divided() as divided, patch.object(data_parallel.SingleBuffer, "allocate", record):
         loss.backward()
     return divided.sizes, [first is second for first, second in zip(buffers[::2], buffers[1::2], strict=True)]
 
@@ -185,7 +187,7 @@ def products_after_loads():
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     linear = nn.Linear(4, 4, bias=False)
     fully_shard(linear, mesh=mesh)
-    replicas.overlap_replicas(linear)
+    data_parallel.overlap_replicas(linear)
     results = []
     for begin in (0, 16, 0, 32, 16):
         linear(torch.eye(4)).sum().backward()
@@ -202,7 +204,9 @@ def test_a_parameter_may_be_a_part_of_its_storage():
 
 def gradients_of_two_steps(overlapped):
     """Return the sum of the gradients of two steps without zero_grad in between. The second rank is late."""
-    with patch.object(data_parallel, "overlap_replicas", replicas.overlap_replicas if overlapped else lambda _: None):
+    with patch.object(
+        data_parallel, "overlap_replicas", data_parallel.overlap_replicas if overlapped else lambda _: None
+    ):
         model = test_combinations.assembled(REPLICAS[0])
     batch = {name: test_combinations.batch()[name][dist.get_rank() :: 2] for name in ("tokens", "labels")}
     model.forward_backward(batch, 100)
@@ -224,7 +228,7 @@ def failure_without_a_peer(reduce_dtype):
         return None
     module, mesh = nn.Linear(4, 4), DeviceMesh.from_group([group, single], "cpu", [[0], [1]], mesh_dim_names=("r", "s"))
     fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
-    replicas.overlap_replicas(module)
+    data_parallel.overlap_replicas(module)
     _set_pg_timeout(timedelta(seconds=0.2), group)
     with pytest.raises(Exception) as caught:
         module(torch.ones(1, 4)).sum().backward()

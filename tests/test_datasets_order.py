@@ -9,7 +9,7 @@ import pytest
 
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError, Document, IndexedSource, Part, SequentialSource
-from torchtitan.datasets.sources_text import text
+from torchtitan.datasets.sources.files import text
 from torchtitan.datasets.streams import (
     BLOCK,
     MAX_EMPTY_EPOCHS,

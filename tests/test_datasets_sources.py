@@ -14,9 +14,9 @@ import pytest
 import zstandard
 
 from tests.support import judged
-from torchtitan.datasets import DATASETS, Dataset, sources_json, sources_text
-from torchtitan.datasets.sources import MAX_LISTED_FILES, DataError, Document, IndexedSource, SequentialSource
-from torchtitan.datasets.sources_text import KINDS, PIECE, TextFile, open_text_files, text
+from torchtitan.datasets import DATASETS, Dataset
+from torchtitan.datasets.sources import MAX_LISTED_FILES, DataError, Document, IndexedSource, SequentialSource, files
+from torchtitan.datasets.sources.files import KINDS, PIECE, TextFile, open_text_files, text
 
 TEXTS = ["first", "zweites Dokument: äöü", "", "三番目", "last\nwith two lines"]
 
@@ -147,8 +147,8 @@ def reference_pieces(content, piece, within):
 
 @pytest.mark.parametrize("line", ["short lines\n", "a long line of äöü and 三 " * 9 + "\n", "ä三" * 3000, "\n"])
 def test_large_text_files_are_cut_at_line_ends(tmp_path, monkeypatch, line):
-    monkeypatch.setattr(sources_text, "PIECE", 1000)
-    monkeypatch.setattr(sources_text, "LINE_END_SEARCH_BYTES", 300)
+    monkeypatch.setattr(files, "PIECE", 1000)
+    monkeypatch.setattr(files, "LINE_END_SEARCH_BYTES", 300)
     for length in (999, 1000, 1001, 5003):
         content = (line * (length // len(line) + 1)).encode()[:length].decode(errors="ignore").encode()
         file = TextFile(write(tmp_path / "a.txt", content), "a.txt")
@@ -292,7 +292,7 @@ def test_truncated_lines_are_found_before_the_job_starts(tmp_path):
 
 
 def test_lines_without_end_are_damage(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources_json, "MAX_RECORD_BYTES", 2**20)
+    monkeypatch.setattr(files, "MAX_RECORD_BYTES", 2**20)
     long = lines([random.Random(0).randbytes(2**20).hex()])
     assert "a.jsonl:1: more than 1 MiB without a line end" in refusal(write(tmp_path / "a.jsonl", long))
     assert "a.jsonl.gz:1: more than 1 MiB without" in refusal(write(tmp_path / "a.jsonl.gz", gzip.compress(long)))

@@ -11,10 +11,9 @@ import pyarrow.feather
 import pytest
 
 from tests.test_datasets_sources import TEXTS, documents, lines, refusal, write
-from torchtitan.datasets import DATASETS, sources_json
-from torchtitan.datasets.sources import DataError, Document, IndexedSource
-from torchtitan.datasets.sources_json import JsonArray
-from torchtitan.datasets.sources_text import text
+from torchtitan.datasets import DATASETS
+from torchtitan.datasets.sources import DataError, Document, IndexedSource, files
+from torchtitan.datasets.sources.files import JsonArray, text
 
 
 def write_csv(path, texts=TEXTS, delimiter=",", names=("id", "text")):
@@ -94,7 +93,7 @@ def test_malformed_json_arrays_are_refused(tmp_path, content, message):
 
 
 def test_an_unterminated_element_is_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(sources_json, "MAX_RECORD_BYTES", 1000)
+    monkeypatch.setattr(files, "MAX_RECORD_BYTES", 1000)
     monkeypatch.setattr(JsonArray, "WINDOW", 100)
     assert "an element of more than" in refusal(write(tmp_path / "a.json", b'[{"text": "' + b"x" * 3000 + b'"}]'))
 

@@ -12,7 +12,7 @@ from transformers.models.deepseek_v3 import modeling_deepseek_v3
 from tests.support.hf_parity import build, compare, compare_positions, exact, twin
 from tests.support.tiny_decoders import DEEPSEEK, YARN
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import Constant, Normal, initialize
+from torchtitan.core.random_draws import Constant, Normal, initialize
 from torchtitan.models import SIZES
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.deepseek import YarnScaling

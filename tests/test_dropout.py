@@ -11,8 +11,7 @@ from tests.support.other_families import Other, OtherArgs
 from tests.support.pool import run_ranks
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import initialize
-from torchtitan.core.keyed_rng import scrambled
+from torchtitan.core.random_draws import initialize, scrambled
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import FAMILIES
 from torchtitan.models.attention import AttentionKernel

@@ -21,7 +21,7 @@ from torchtitan.commands.export import Answer, choose_alike, compared, held_out
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import initialize
+from torchtitan.core.random_draws import initialize
 from torchtitan.job import ResolvedJob
 from torchtitan.models.spec import MODELS
 from torchtitan.training import inference_model

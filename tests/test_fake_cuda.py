@@ -88,7 +88,7 @@ def test_the_host_waits_once_for_the_numbers_of_a_restart_of_relora(card):
     """
     argv = ["--job.config_file=train_configs/relora_250m.toml", *SMALL, *ADAPTED, "--adapter.relora.reset=random"]
     costs = ask_card(card, "restart_costs", 0, 2, *argv)
-    assert costs["host_waits"] == {"copy initialization.py:draw": 3 * 14, "number lora.py:reset_moments": 1}
+    assert costs["host_waits"] == {"copy random_draws.py:draw": 3 * 14, "number low_rank.py:reset_moments": 1}
     assert 0 < costs["kernels"]["all"] <= 550
 
 
@@ -108,7 +108,7 @@ def test_unpacking_a_matrix_takes_few_kernels_and_bytes(card, kind):
     argv = ["--job.config_file=train_configs/sft_qlora.toml", *SMALL, *ADAPTED, f"--adapter.kind={kind}"]
     costs = ask_card(card, "costs", 0, 1, *argv)
     kernels, size = (
-        sum(n for place, n in costs[unit].items() if place.startswith("unpacking.py")) for unit in ("kernels", "bytes")
+        sum(n for place, n in costs[unit].items() if place.startswith("quantized.py")) for unit in ("kernels", "bytes")
     )
     assert 0 < kernels <= 3 * 3 * 7 * 2
     assert 2 * 3 * 2 * MATRICES < size <= 24 * 3 * 2 * MATRICES
@@ -144,7 +144,7 @@ def test_dropout_takes_few_kernels_and_bytes(card):
     argv += ["--activation_checkpoint.mode=full", "--training.local_batch_size=1", "--training.seq_len=4096"]
     costs = ask_card(card, "costs", 0, 2, *argv)
     kernels, size = (
-        sum(n for place, n in costs[unit].items() if place.startswith(("dropout.py", "keyed_rng.py")))
+        sum(n for place, n in costs[unit].items() if place.startswith(("dropout.py", "random_draws.py")))
         for unit in ("kernels", "bytes")
     )
     elements = 2 * 4096 * (6 * 4096 + 14336)  # inputs of the 7 linears of 2 layers

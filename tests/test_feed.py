@@ -13,7 +13,7 @@ from torchtitan.datasets.loader import HeldOutBatches
 from torchtitan.datasets.samples import RankSamples
 from torchtitan.datasets.sources import DataError
 from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
-from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.degrees import ParallelDims
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.batches import BatchPreparer, BatchSpec, PeerStopped
 from torchtitan.training.trainer import Trainer

@@ -16,7 +16,7 @@ from torchtitan.commands import checkpoints
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config import manager
 from torchtitan.core.cadence import cadence_of
-from torchtitan.core.constraints import LimitError
+from torchtitan.core.errors import LimitError
 from torchtitan.guards.stop_conditions import ValidationResults
 from torchtitan.job import ResolvedJob
 from torchtitan.process.ranks import read_ranks

@@ -18,9 +18,9 @@ from tests.support.pool import run_ranks
 from torchtitan.config.manager import load
 from torchtitan.core.float8 import E4M3, E5M2, Scaled, product, quantize
 from torchtitan.job import ResolvedJob
-from torchtitan.models import float8
+from torchtitan.models import layers
 from torchtitan.models.deepseek.model import PLAN
-from torchtitan.models.float8 import Float8Linear, convert, use_float8
+from torchtitan.models.layers import Float8Linear, convert, use_float8
 from torchtitan.models.sizes import HEAD, linears
 from torchtitan.parallelisms import parallel_model
 from torchtitan.parallelisms.pipeline.split_backward import backward_inputs
@@ -143,7 +143,7 @@ def test_a_split_backward_computes_each_product_once(recipe, monkeypatch):
     expected = results(as_float8(linear, recipe), x, grad)
     shapes = []
     monkeypatch.setattr(
-        float8, "product", lambda *args, **kwargs: shapes.append((y := product(*args, **kwargs)).shape) or y
+        layers, "product", lambda *args, **kwargs: shapes.append((y := product(*args, **kwargs)).shape) or y
     )
     linear, x = as_float8(linear, recipe), x.clone().requires_grad_()
     y = linear(x)

@@ -7,12 +7,12 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-from torchtitan.adapters.lora import LoRA
-from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.core.initialization import initialize
+from torchtitan.adapters.low_rank import LoRA
+from torchtitan.config.sections.model import Adapter as Options
+from torchtitan.core.random_draws import initialize
 from torchtitan.models import SIZES
 from torchtitan.models.flops import causal_keys, flops_per_token, with_keys
-from torchtitan.models.moe import balance, experts
+from torchtitan.models.moe import layer, router
 from torchtitan.models.spec import MODELS
 
 
@@ -36,7 +36,7 @@ def counted_per_token(args, build, length=64):
 def counted_of(model, length=64):
     tokens = torch.zeros(2, length, dtype=torch.int64)
     initialize(model, 0, model.init_rule)
-    balance.set_aux_loss_scale(model, 1.0)
+    router.set_aux_loss_scale(model, 1.0)
     # the fused kernels of a CPU are counted as nothing, and causality never is
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         model(tokens).sum().backward()
@@ -66,7 +66,7 @@ LATENT = {"n_layers": 3, "n_heads": 2, "vocab_size": 256, "ffn_dim": 128, "kv_lo
 )
 def test_experts_equal_to_torchs_counter(family, change, monkeypatch):
     """Only those that a token goes to. torch counts its grouped product as nothing, so the loop runs."""
-    monkeypatch.setattr(experts, "_native", None)
+    monkeypatch.setattr(layer, "_native", None)
     args = dataclasses.replace(SIZES[family]["debugmodel"], **change)
     spec = MODELS[family]
     assert counted_per_token(args, spec.build) == pytest.approx(spec.flops_per_token(args, 64).full, rel=1e-3)
@@ -136,7 +136,7 @@ ADAPTED = [
 @pytest.mark.parametrize("family, options, kind, change", ADAPTED)
 def test_what_is_frozen_costs_two_thirds(family, options, kind, change, monkeypatch):
     """With trained embeddings the backward reaches every layer, so torch counts like the convention."""
-    monkeypatch.setattr(experts, "_native", None)
+    monkeypatch.setattr(layer, "_native", None)
     args = dataclasses.replace(SIZES[family]["debugmodel"], **{"n_layers": 2, "vocab_size": 256} | change)
     options = {"train_fully": []} | options
     model, adapter = MODELS[family].build(args), kind(Options(rank=4, **options))

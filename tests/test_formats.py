@@ -11,7 +11,7 @@ from torchtitan.datasets.formats import FORMATS, detect_format
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.sources_text import text
+from torchtitan.datasets.sources.files import text
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 BYTES = build_tokenizer("bytes")

@@ -17,7 +17,7 @@ from torchtitan.assembly import parts
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.checkpoint.layout import MODEL, read_manifest
 from torchtitan.config.manager import load
-from torchtitan.core.initialization import initialize
+from torchtitan.core.random_draws import initialize
 from torchtitan.job import ResolvedJob
 from torchtitan.models.spec import MODELS
 from torchtitan.planner.estimate import predict

@@ -6,10 +6,10 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from torchtitan.adapters import unpacking
+from torchtitan.adapters import quantized
 from torchtitan.adapters.quantized import NF4, Int8
 from torchtitan.core import fused
-from torchtitan.core.keyed_rng import STRIDES, scrambled
+from torchtitan.core.random_draws import STRIDES, scrambled
 from torchtitan.models import dropout
 from torchtitan.models.dropout import Dropout, token_keys
 
@@ -18,13 +18,13 @@ def nf4_formula(codes, scales, rows, dtype):
     """Unpack a matrix in one piece, weight by weight."""
     indices = torch.stack((codes >> 4, codes & 15), dim=-1).flatten(1).int()
     block_scales = scales.float() * (rows.view(torch.float32) / 255)[:, None]
-    values = torch.tensor(unpacking.LEVELS)[indices].unflatten(1, (block_scales.shape[1], -1))
+    values = torch.tensor(quantized.LEVELS)[indices].unflatten(1, (block_scales.shape[1], -1))
     return (values * block_scales[..., None]).flatten(1).to(dtype)
 
 
 def codes_formula(weight, scales, rows, block):
     """Find the level next to each weight by bisection."""
-    levels = torch.tensor(unpacking.LEVELS)
+    levels = torch.tensor(quantized.LEVELS)
     block_scales = (scales.float() * (rows.view(torch.float32) / 255)[:, None])[..., None]
     normal = torch.where(block_scales > 0, weight.unflatten(1, (-1, block)) / block_scales, 0.0)
     numbers = torch.bucketize(normal, (levels[1:] + levels[:-1]) / 2).to(torch.uint8).flatten(1)
@@ -64,7 +64,7 @@ def test_unpacking_in_pieces_gives_the_bits_of_the_formula(monkeypatch, shape, d
     """Pieces of 128 weights; the last one may be a part of a piece, and a rank may have no rows."""
     outputs, inputs, block = shape
     packed, packed8 = packed_nf4(max(outputs, 1), inputs, block), packed_int8(max(outputs, 1), inputs)
-    monkeypatch.setattr(unpacking, "LARGE", 128)
+    monkeypatch.setattr(quantized, "LARGE", 128)
     parts = [part[:outputs] for part in packed]
     unpacked = NF4().dequantize(*parts, dtype=dtype)
     assert unpacked.shape == (outputs, inputs) and torch.equal(unpacked, nf4_formula(*parts, dtype))
@@ -78,8 +78,8 @@ def test_packing_in_pieces_gives_the_bits_of_the_formula(monkeypatch, shape):
     outputs, inputs, block = shape
     weight = normal_weights(outputs, inputs)
     weight[0, :block] = 0
-    weight[1, :16] = torch.tensor([*unpacking._EDGES, 1.0])
-    monkeypatch.setattr(unpacking, "LARGE", 128)
+    weight[1, :16] = torch.tensor([*quantized._EDGES, 1.0])
+    monkeypatch.setattr(quantized, "LARGE", 128)
     codes, scales, rows = NF4().quantize(weight.unflatten(1, (-1, block)), weight.abs().amax(1))
     assert torch.equal(codes, codes_formula(weight, scales, rows, block))
 
@@ -121,7 +121,7 @@ def test_compiled_formulas_give_the_bits_of_the_eager_ones(dtype):
         assert torch.equal(y, expected)
         (grad,), (expected_grad,) = (torch.autograd.grad(out, x, torch.ones_like(x)) for out in (y, expected))
         assert torch.equal(grad, expected_grad)
-    functions = unpacking._fused_packing, unpacking._blocks_on_cpu, unpacking._rows, dropout._fused_drop
+    functions = quantized._fused_packing, quantized._blocks_on_cpu, quantized._rows, dropout._fused_drop
     assert not any(function.is_broken or function.refused for function in functions)
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] >= len(functions)
 

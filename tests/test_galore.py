@@ -12,12 +12,12 @@ from tests.support.pool import run_ranks
 from tests.test_own_optimizers import random
 from torchtitan.checkpoint.tensors import optimizer_state
 from torchtitan.config.manager import load
-from torchtitan.core import keyed_rng
+from torchtitan.core import random_draws
 from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
 from torchtitan.optimizers import OPTIMIZERS, galore, moments, projection
 from torchtitan.optimizers.build import build_optimizers
-from torchtitan.optimizers.state_sizes import galore as galore_state_size
+from torchtitan.optimizers.spec import galore as galore_state_size
 from torchtitan.process.ranks import read_ranks
 from torchtitan.rules import Facts
 from torchtitan.rules.optimization import trained_matrices
@@ -200,7 +200,7 @@ def test_every_method_finds_the_directions_of_the_largest_singular_values(method
     u, _, vh = torch.linalg.svd(random(*shape, dtype=torch.float64), full_matrices=False)
     sizes = torch.cat([torch.linspace(10, 5, 4), torch.linspace(0.1, 0.01, 16)]).double()
     matrix = u @ torch.diag(sizes) @ vh
-    noise = lambda size: keyed_rng.normal("x", (0, 0), size, matrix.device)  # noqa: E731
+    noise = lambda size: random_draws.normal("x", (0, 0), size, matrix.device)  # noqa: E731
     basis = projection.fit(method, matrix, side, 4, None, noise)
     if method == "power":
         basis = projection.fit(method, matrix, side, 4, basis, noise)
@@ -339,7 +339,7 @@ def test_apollo_scales_the_raw_gradient(shape, per):
         model.weight.grad = gradient.clone()
         optimizer.step()
         size = (rows, 3) if rows < columns else (3, columns)
-        p = keyed_rng.normal(f"weight/{(t - 1) // 2}", (0, 0), size, gradient.device).double() / 3**0.5
+        p = random_draws.normal(f"weight/{(t - 1) // 2}", (0, 0), size, gradient.device).double() / 3**0.5
         projected = p.T @ gradient if rows < columns else gradient @ p.T
         m, v = 0.9 * m + 0.1 * projected, 0.999 * v + 0.001 * projected**2
         n = (m / (1 - 0.9**t)) / ((v / (1 - 0.999**t)).sqrt() + 1e-8)

@@ -25,7 +25,7 @@ from tests.support.hf_parity import (
 from tests.support.jobs import ROOT
 from tests.support.tiny_decoders import GEMMA3 as SHAPES
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import Constant, Normal
+from torchtitan.core.random_draws import Constant, Normal
 from torchtitan.models import SIZES
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.gemma3.model import HF, Gemma3

@@ -20,7 +20,7 @@ from tests.support.tiny_decoders import LLAMA, QWEN3_MOE
 from torchtitan import cli
 from torchtitan.commands import generate
 from torchtitan.config import manager
-from torchtitan.core.initialization import local_part
+from torchtitan.core.random_draws import local_part
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.datasets.tokenizer.base import WINDOW_TOKENS, decode_stream
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer

@@ -19,7 +19,7 @@ from tests.support.pool import RankFailed, run_ranks
 from torchtitan.config.manager import ConfigError, load
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.sources_text import text
+from torchtitan.datasets.sources.files import text
 from torchtitan.models import CONFIG_CONVERTERS
 from torchtitan.models.hf import config
 from torchtitan.models.hf import load as hf_load

@@ -16,8 +16,8 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 from tests.support.jobs import arguments, full, write_texts
 from tests.support.pool import run_ranks
 from torchtitan.config import manager
-from torchtitan.core import initialization
-from torchtitan.core.initialization import Constant, Normal, clean_name, initialize
+from torchtitan.core import random_draws
+from torchtitan.core.random_draws import Constant, Normal, clean_name, initialize
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 
@@ -113,12 +113,12 @@ def test_every_sharding_starts_from_the_same_bits(world_size, prepare):
 @contextmanager
 def counted_draws():
     """Record how many numbers each call of the generator draws."""
-    counts, original = [], initialization._values
-    initialization._values = lambda shape, *args: counts.append(math.prod(shape)) or original(shape, *args)
+    counts, original = [], random_draws._values
+    random_draws._values = lambda shape, *args: counts.append(math.prod(shape)) or original(shape, *args)
     try:
         yield counts
     finally:
-        initialization._values = original
+        random_draws._values = original
 
 
 def draws_of_rank(prepare):
@@ -132,7 +132,7 @@ def test_a_rank_draws_only_the_blocks_it_needs(world_size, prepare):
     """Both ranks of a border draw its block: up to two blocks per matrix, or per expert."""
     total = sum(p.numel() for p in Small().parameters())
     for elements in run_ranks(world_size, draws_of_rank, prepare):
-        assert elements < total / world_size + 8 * initialization.BLOCK_ELEMENTS
+        assert elements < total / world_size + 8 * random_draws.BLOCK_ELEMENTS
 
 
 def draws_of_jobs(*jobs):
@@ -214,7 +214,7 @@ def test_distribution():
 
 def test_blocks_are_not_copies_of_each_other():
     rows = full_tensors(drawn())["wide.weight"]
-    per_block = initialization.BLOCK_ELEMENTS // 1000
+    per_block = random_draws.BLOCK_ELEMENTS // 1000
     assert not torch.equal(rows[:per_block], rows[per_block : 2 * per_block])
 
 
@@ -257,7 +257,7 @@ def test_threads_draw_the_same_bits_and_leave_the_number_of_threads():
         for num_threads in (1, 3):
             torch.set_num_threads(num_threads)
             weights = torch.empty(7, 65536)
-            initialization.draw(weights, Normal(0.02), "a weight")
+            random_draws.draw(weights, Normal(0.02), "a weight")
             drawn.append(weights)
             with ThreadPoolExecutor(1) as later:
                 assert later.submit(torch.get_num_threads).result() == torch.get_num_threads() == num_threads

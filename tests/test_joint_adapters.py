@@ -14,10 +14,10 @@ from tests.support.hf_parity import build, tokens_for, twin
 from tests.support.tiny_decoders import GPT2 as TINY
 from tests.test_low_rank import adapter_tensors
 from torchtitan.adapters import peft_folder
-from torchtitan.adapters.lora import DoRA, LoRA
-from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.adapters.low_rank import DoRA, LoRA
+from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import initialize
+from torchtitan.core.random_draws import initialize
 from torchtitan.models.gpt2.model import GPT2, HF
 from torchtitan.models.learned_positions.model import PLAN
 

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
 from tests.support.pool import run_ranks
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import Constant, Normal, initialize
+from torchtitan.core.random_draws import Constant, Normal, initialize
 from torchtitan.models import SIZES, apply_overrides
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.decoder import DECODER_PLAN

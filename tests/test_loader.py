@@ -16,12 +16,11 @@ from tests.test_datasets_tokens import make as make_shards
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.loader import Loader, LoaderOptions, WeightedSource, WorkerOptions, build_loader, merge_states
-from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.samples import IGNORE, ShardPieces, next_token_arrays, next_token_pieces
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.sources_text import text
-from torchtitan.datasets.streams import IndexedStreams
+from torchtitan.datasets.sources.files import text
+from torchtitan.datasets.streams import IndexedStreams, Mixture
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 TOKENIZER = build_tokenizer("bytes")

@@ -18,7 +18,6 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tests.support.pool import run_ranks
-from torchtitan.losses.chunks import CHUNK_BYTES, auto_chunks
 from torchtitan.losses.objective import (
     IGNORE_INDEX,
     Objective,
@@ -26,6 +25,7 @@ from torchtitan.losses.objective import (
     cross_entropies,
     summed_cross_entropy,
 )
+from torchtitan.losses.tasks import CHUNK_BYTES, auto_chunks
 
 WIDTH, VOCABULARY = 8, 20
 

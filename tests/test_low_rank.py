@@ -23,12 +23,20 @@ from tests.support.jobs import full
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from torchtitan.adapters import ADAPTERS, peft_config, peft_folder
-from torchtitan.adapters.lora import DoRA, DoRALinear, LoRA, adapted_row_norms
-from torchtitan.adapters.low_rank import LoRASettings, adaptable_modules, add_product, linear_shape
+from torchtitan.adapters.low_rank import (
+    DoRA,
+    DoRALinear,
+    LoRA,
+    LoRASettings,
+    adaptable_modules,
+    adapted_row_norms,
+    add_product,
+    linear_shape,
+)
 from torchtitan.adapters.targets import LINEAR_ONLY_KINDS
-from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import initialize
+from torchtitan.core.random_draws import initialize
 from torchtitan.lr_schedules import LRSchedule
 from torchtitan.lr_scheduling import build_lr_schedulers
 from torchtitan.models import SIZES

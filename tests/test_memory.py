@@ -23,9 +23,9 @@ from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.commands import check, estimate
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import local_part
+from torchtitan.core.random_draws import local_part
 from torchtitan.job import ResolvedJob
-from torchtitan.losses.chunks import CHUNK_BYTES
+from torchtitan.losses.tasks import CHUNK_BYTES
 from torchtitan.planner import estimate as prediction
 from torchtitan.planner import rehearsal
 from torchtitan.planner.memory.live_tensors import BACKWARD, LiveTensors

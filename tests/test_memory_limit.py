@@ -8,7 +8,7 @@ from tests.support.judged import lines
 from torchtitan.commands import check
 from torchtitan.config import manager
 from torchtitan.config.manager import ConfigError
-from torchtitan.core.constraints import LimitError
+from torchtitan.core.errors import LimitError
 from torchtitan.process.distributed import limit_memory
 from torchtitan.process.machine import limit_in_bytes
 from torchtitan.process.ranks import MEMORY_LIMIT, describe_environment

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from torchtitan.metrics import console, device, plot
+from torchtitan.metrics.curves import smoothed
 from torchtitan.metrics.json_lines import JsonLinesWriter, read_records
 from torchtitan.metrics.logger import LogOptions, MetricsLogger, RunConstants, tags_of
-from torchtitan.metrics.smoothing import smoothed
 
 CPU = torch.device("cpu")
 

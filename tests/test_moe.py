@@ -8,9 +8,8 @@ import torch.nn.functional as F
 
 from tests.support.tiny_moe import ARGS, build_moe, tokens
 from torchtitan.core.errors import JobError
-from torchtitan.models.moe import experts as products
-from torchtitan.models.moe.experts import Experts, grouped_mm
-from torchtitan.models.moe.layer import MoE, sort_by_expert
+from torchtitan.models.moe import layer as products
+from torchtitan.models.moe.layer import Experts, MoE, grouped_mm, sort_by_expert
 from torchtitan.models.moe.router import Router
 
 SIZES = {

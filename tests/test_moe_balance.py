@@ -11,10 +11,10 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoi
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
 from tests.support.tiny_moe import ARGS, build_moe, tokens
-from torchtitan.core.initialization import clean_name, initialize
+from torchtitan.core.random_draws import clean_name, initialize
 from torchtitan.models.deepseek import DEEPSEEK
 from torchtitan.models.deepseek.model import Deepseek
-from torchtitan.models.moe import balance
+from torchtitan.models.moe import router as balance
 from torchtitan.models.moe.router import Router
 
 SMALL = dataclasses.replace(

@@ -17,13 +17,13 @@ from tests.support.judged import CP, EP, MOE, PP, TP, lines
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import MULTI_TOKEN
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import Constant, Normal
+from torchtitan.core.random_draws import Constant, Normal
 from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.models import SIZES
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.deepseek.model import IGNORED, PLAN, Deepseek, LatentAttention
-from torchtitan.models.moe import experts
+from torchtitan.models.moe import layer as experts
 from torchtitan.models.moe.layer import MoEBlock
 from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.data_parallel import apply_data_parallel

@@ -21,7 +21,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.launcher import nodes
 from torchtitan.launcher.nodes import Nodes
 from torchtitan.launcher.run_folder import SECRET_FILE
-from torchtitan.process import distributed, network
+from torchtitan.process import distributed, ranks
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import Launcher, Ranks, variables_of
 from torchtitan.training.trainer import Trainer
@@ -124,10 +124,10 @@ def test_the_interface_of_an_ipv6_address(tmp_path, monkeypatch):
     table.write_text(
         "00000000000000000000000000000001 01 80 10 80       lo\nfd000000000000000000000000000002 04 40 00 82     eth0\n"
     )
-    monkeypatch.setattr(nodes, "ipv6_rows", lambda: network.ipv6_rows(table=table))
+    monkeypatch.setattr(nodes, "ipv6_rows", lambda: ranks.ipv6_rows(table=table))
     addresses = ("::1", "fd00::2", "fd00:0::0002", "fd00::3", "fe80::1%eth1")
     assert [nodes.interface_of(one) for one in addresses] == ["lo", "eth0", "eth0", None, "eth1"]
-    assert network.ipv6_rows("eth0", table) == [(0xFD << 120 | 2, "eth0")]
+    assert ranks.ipv6_rows("eth0", table) == [(0xFD << 120 | 2, "eth0")]
     table.unlink()
     assert nodes.interface_of("::1") is None
 

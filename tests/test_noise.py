@@ -9,7 +9,7 @@ from tests.test_sft import sft_arguments, write_rows
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import initialize
+from torchtitan.core.random_draws import initialize
 from torchtitan.job import ResolvedJob
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models.dropout import (
@@ -20,7 +20,7 @@ from torchtitan.models.dropout import (
     record_lengths,
     token_keys,
 )
-from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.degrees import ParallelDims
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.rules import check
 from torchtitan.training.batches import BatchPreparer, BatchSpec

@@ -28,7 +28,7 @@ from tests.support.overlap_runs import (
 )
 from tests.support.pool import run_alone, run_ranks
 from tests.test_segments import POLICIES
-from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.degrees import ParallelDims
 from torchtitan.parallelisms.pipeline.overlap import stage as segmented_stage
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, NodeLoop
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll

@@ -16,14 +16,13 @@ from transformers.optimization import Adafactor as TheirAdafactor
 from tests.support.pool import run_ranks
 from tests.support.recorded_optimizers import PACKED, normal, recorded, scaled
 from torchtitan.checkpoint.tensors import optimizer_state
-from torchtitan.core import fused, keyed_rng
+from torchtitan.core import fused, random_draws
 from torchtitan.core.fused import Fused
 from torchtitan.optimizers import OPTIMIZERS, adam_step
 from torchtitan.optimizers.adam_step import add_with_lost, stochastically_rounded
 from torchtitan.optimizers.build import build_optimizers
-from torchtitan.optimizers.layout import Layout, by_owners
+from torchtitan.optimizers.layout import ELSEWHERE, ON_CPU, Layout, by_owners, piece_size, pieces
 from torchtitan.optimizers.moments import BLOCK, Adam, Packed, code_table, codebook, nearest_codes
-from torchtitan.optimizers.pieces import ELSEWHERE, ON_CPU, piece_size, pieces
 
 SETTINGS = dict(lr=0.01, weight_decay=0.1, shared=dict(beta1=0.9, beta2=0.95, eps=1e-8))
 CPU = torch.device("cpu")
@@ -155,7 +154,7 @@ def steps_of(name, options, dtype, shapes):
 def test_pieces_of_a_shard_step_as_all_of_it_bit_for_bit(name, options, dtype, monkeypatch):
     shapes = [(64, 1024), (7, 700), (3, 8, 300), (5000,), (9,), ()]
     expected = steps_of(name, options, dtype, shapes)
-    monkeypatch.setattr("torchtitan.optimizers.pieces.ON_CPU", 1000)
+    monkeypatch.setattr("torchtitan.optimizers.layout.ON_CPU", 1000)
     for part, tensor in zip(steps_of(name, options, dtype, shapes), expected, strict=True):
         assert torch.equal(part, tensor)
 
@@ -301,9 +300,9 @@ def test_stochastic_rounding_keeps_exact_and_non_finite_values():
 
 
 def test_keyed_numbers_of_a_part_are_normal_and_those_of_the_full_matrix():
-    matrix = keyed_rng.normal("key", (0, 0), (300, 400), CPU)
-    assert torch.equal(keyed_rng.normal("key", (20, 30), (7, 9), CPU), matrix[20:27, 30:39])
-    assert not torch.equal(keyed_rng.normal("other", (0, 0), (300, 400), CPU), matrix)
+    matrix = random_draws.normal("key", (0, 0), (300, 400), CPU)
+    assert torch.equal(random_draws.normal("key", (20, 30), (7, 9), CPU), matrix[20:27, 30:39])
+    assert not torch.equal(random_draws.normal("other", (0, 0), (300, 400), CPU), matrix)
     assert abs(matrix.mean()) < 5 / 120_000**0.5 and abs(matrix.var() - 1) < 5 * (2 / 120_000) ** 0.5
     rows = matrix @ matrix.T / 400 - torch.eye(300)
     assert rows.abs().max() < 6 / 400**0.5  # 90 000 of them

@@ -15,7 +15,7 @@ from torchtitan.assembly.data import JobDatasets
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import initialize
+from torchtitan.core.random_draws import initialize
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.sample_packing import Packing, PackReader, best_fit, held_out_counts
 from torchtitan.datasets.samples import IGNORE, ShardPieces

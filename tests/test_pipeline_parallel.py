@@ -19,10 +19,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.combinations import Combination
 from tests.support.pool import RankFailed, run_ranks
 from tests.test_combinations import DTYPE, TOLERANCE, batch, build_plain, plain_twin, reference
-from torchtitan.core.initialization import clean_name, initialize
+from torchtitan.core.random_draws import clean_name, initialize
 from torchtitan.losses.objective import IGNORE_INDEX
 from torchtitan.models.spec import MODELS
-from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.degrees import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES
 from torchtitan.parallelisms.pipeline.pipeline_parallel import Pipeline, PipelineOptions, cut_model, tied_names

@@ -17,7 +17,7 @@ from tests.support.leftovers import restore_after_test
 from tests.support.pool import RankCrashed, RankFailed, run_alone, run_ranks, run_script
 from tests.test_launcher import has_ended
 from torchtitan.checkpoint.agreement import Peers
-from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.degrees import ParallelDims
 from torchtitan.process import distributed
 from torchtitan.process.ranks import Ranks
 

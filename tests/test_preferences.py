@@ -22,8 +22,8 @@ from torchtitan.assembly.data import JobDatasets
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import initialize
 from torchtitan.core.machine_errors import MachineError
+from torchtitan.core.random_draws import initialize
 from torchtitan.datasets import open_source, preparing
 from torchtitan.datasets.encoding import TrainOn, encode
 from torchtitan.datasets.preparing import PrepareOptions, prepared_shards
@@ -33,8 +33,8 @@ from torchtitan.datasets.sources import Chat, DataError, Span
 from torchtitan.datasets.token_shards import TokenReader
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.job import ResolvedJob
-from torchtitan.losses.chunks import CHUNK_BYTES
 from torchtitan.losses.preference import IPO, ORPO, Preference
+from torchtitan.losses.tasks import CHUNK_BYTES
 from torchtitan.models.spec import MODELS
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import read_ranks

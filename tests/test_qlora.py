@@ -13,9 +13,8 @@ from tests.support.jobs import arguments, full, train, write_texts
 from tests.support.judged import lines
 from tests.support.memory import Peak
 from tests.support.pool import run_ranks
-from torchtitan.adapters.quantized import NF4, Int8
+from torchtitan.adapters.quantized import LEVELS, NF4, Int8
 from torchtitan.adapters.targets import quantization_block
-from torchtitan.adapters.unpacking import LEVELS
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config import manager
 from torchtitan.core.tensor_storage import stores

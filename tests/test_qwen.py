@@ -30,7 +30,7 @@ from tests.support.hf_parity import (
 )
 from tests.support.tiny_decoders import QWEN2, QWEN3, QWEN3_MOE
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import Constant, Normal
+from torchtitan.core.random_draws import Constant, Normal
 from torchtitan.models import SIZES
 from torchtitan.models.qwen2.model import HF as QWEN2_HF
 from torchtitan.models.qwen2.model import Qwen2

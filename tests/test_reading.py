@@ -9,13 +9,12 @@ from tests.support.judged import lines
 from torchtitan.assembly.data import JobDatasets
 from torchtitan.commands import chat, preview
 from torchtitan.config import manager
-from torchtitan.core.constraints import LimitError
-from torchtitan.core.errors import JobError
+from torchtitan.core.errors import JobError, LimitError
 from torchtitan.datasets import open_hub_dataset
 from torchtitan.datasets.encoding import encode
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import Chat, DataError
-from torchtitan.datasets.sources_text import open_text_files
+from torchtitan.datasets.sources.files import open_text_files
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.job import ResolvedJob
 

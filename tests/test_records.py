@@ -22,7 +22,7 @@ from torchtitan.datasets.formats import to_document
 from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError, Document, Span
-from torchtitan.datasets.sources_text import text
+from torchtitan.datasets.sources.files import text
 from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.process.ranks import read_ranks

@@ -10,11 +10,19 @@ from torch import nn
 from tests.support import judged
 from tests.support.judged import lines
 from torchtitan import cli
-from torchtitan.adapters.lora import LoRA, Restarts, is_due, largest_mask, merge_product, restart_matrices
-from torchtitan.adapters.low_rank import LoRASettings, LowRankLinear
+from torchtitan.adapters.low_rank import (
+    LoRA,
+    LoRASettings,
+    LowRankLinear,
+    Restarts,
+    is_due,
+    largest_mask,
+    merge_product,
+    restart_matrices,
+)
 from torchtitan.config import manager
-from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.config.sections.adapter import Relora
+from torchtitan.config.sections.model import Adapter as Options
+from torchtitan.config.sections.model import Relora
 from torchtitan.job import ResolvedJob
 from torchtitan.lr_schedules import LRSchedule, Ramps, cyclical, jagged
 from torchtitan.models import SIZES

@@ -10,7 +10,7 @@ from tests.combinations import Combination
 from tests.support.jobs import arguments, full, train, write_texts
 from tests.support.pool import run_ranks
 from tests.test_combinations import assembled
-from torchtitan.adapters.lora import low_rank_modules, merge_product
+from torchtitan.adapters.low_rank import low_rank_modules, merge_product
 from torchtitan.config import manager
 from torchtitan.planner.time.traffic import Traffic
 from torchtitan.process.ranks import read_ranks

@@ -11,7 +11,7 @@ from tests.support import jobs
 from torchtitan import cli
 from torchtitan.launcher.run_folder import job_of_step, record_start
 from torchtitan.models.layers import SwiGLU
-from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.degrees import ParallelDims
 from torchtitan.training.replay import RunJob, ranks_of_sample
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")

@@ -8,7 +8,7 @@ from tests.support.pool import run_ranks
 from tests.test_expert_jobs import EP
 from tests.test_expert_jobs import JOB as DEEPSEEK
 from torchtitan.config import manager
-from torchtitan.core.initialization import local_part
+from torchtitan.core.random_draws import local_part
 from torchtitan.guards import ReplicasDiffer
 from torchtitan.guards.checksums import describe_differences, digest, key_of
 from torchtitan.optimizers import OPTIMIZERS

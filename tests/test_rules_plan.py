@@ -5,9 +5,8 @@ import pytest
 from tests.support import judged
 from tests.support.judged import CP, METHOD, MOE, PARTS, PP, SCHEDULE, TP, lines, name
 from torchtitan.config.sections.model import Parallelism
-from torchtitan.core.constraints import LimitError
-from torchtitan.parallelisms.degrees import NEEDS_DEGREE
-from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.core.errors import LimitError
+from torchtitan.parallelisms.degrees import NEEDS_DEGREE, ParallelDims
 
 anywhere = judged.anywhere
 COMPILE = [

@@ -14,8 +14,8 @@ import pytest
 from tests.support import jobs
 from torchtitan.checkpoint import folders
 from torchtitan.core.errors import JobError
-from torchtitan.launcher import lock
-from torchtitan.launcher.lock import hold_lock, may_be_alive, this_process
+from torchtitan.launcher import run_folder
+from torchtitan.launcher.run_folder import hold_lock, may_be_alive, this_process
 
 HERE = this_process()
 
@@ -51,7 +51,7 @@ def test_a_folder_is_locked_during_a_run_and_released_afterwards(tmp_path):
 def test_lock_names_that_are_no_files_are_skipped(tmp_path, monkeypatch):
     """The name is taken by something other than a lock file; it used to be tried forever."""
     tries = iter([1, 2])
-    monkeypatch.setattr(lock, "_refuse_if_owned", lambda locks_found, owner: next(tries))
+    monkeypatch.setattr(run_folder, "_refuse_if_owned", lambda locks_found, owner: next(tries))
     (tmp_path / "run.lock.1").mkdir()
     (tmp_path / "run.lock.2").symlink_to(tmp_path / "nowhere")
     with hold_lock(tmp_path, HERE):
@@ -77,8 +77,8 @@ ALIVE = {
 
 @pytest.mark.parametrize("owner", [*DEAD, *ALIVE])
 def test_only_locks_of_dead_owners_are_taken_over(owner, tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "job_is_over", {"8": True, "9": False}.__getitem__)
-    monkeypatch.setattr(may_be_alive, "__defaults__", (lock.job_is_over,))
+    monkeypatch.setattr(run_folder, "job_is_over", {"8": True, "9": False}.__getitem__)
+    monkeypatch.setattr(may_be_alive, "__defaults__", (run_folder.job_is_over,))
     forge(tmp_path, 5, **(DEAD | ALIVE)[owner])
     assert can_acquire(tmp_path, job="7", restarts=1) == (owner in DEAD)
     assert locks(tmp_path) == ([] if owner in DEAD else ["run.lock.5"])
@@ -87,7 +87,7 @@ def test_only_locks_of_dead_owners_are_taken_over(owner, tmp_path, monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux shows whether a process is a zombie")
 def test_a_zombie_counts_as_dead(tmp_path):
     child = subprocess.Popen([sys.executable, "-c", ""], stdout=subprocess.PIPE)
-    started = lock.start_time(child.pid)
+    started = run_folder.start_time(child.pid)
     child.stdout.read()
     os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
     assert not may_be_alive(replace(HERE, pid=child.pid, started=started or 0), HERE)
@@ -96,27 +96,27 @@ def test_a_zombie_counts_as_dead(tmp_path):
 
 @pytest.mark.parametrize("content", ["", "{", "[]", '{"host": 3}', "x" * 10**6])
 def test_a_lock_damaged_by_a_crash_has_no_owner(content, tmp_path, monkeypatch):
-    monkeypatch.setattr(lock, "WRITING_SECONDS", 0.1)
+    monkeypatch.setattr(run_folder, "WRITING_SECONDS", 0.1)
     (tmp_path / "run.lock.3").write_text(content)
     assert can_acquire(tmp_path) and locks(tmp_path) == []
 
 
 def test_an_incomplete_lock_is_read_again(tmp_path, monkeypatch):
     (tmp_path / "run.lock.3").touch()
-    monkeypatch.setattr(lock.time, "sleep", lambda seconds: forge(tmp_path, 3))
+    monkeypatch.setattr(run_folder.time, "sleep", lambda seconds: forge(tmp_path, 3))
     assert not can_acquire(tmp_path)
 
 
 def test_a_lock_taken_over_while_it_was_written_belongs_to_the_other(tmp_path, monkeypatch):
     """A process that paused so long that its lock counted as torn then writes into the deleted file."""
-    write = lock._write
+    write = run_folder._write
 
     def late(path, owner):
         write(path, owner)
         path.unlink()
-        forge(tmp_path, pid=os.getppid(), started=lock.start_time(os.getppid()))
+        forge(tmp_path, pid=os.getppid(), started=run_folder.start_time(os.getppid()))
 
-    monkeypatch.setattr(lock, "_write", late)
+    monkeypatch.setattr(run_folder, "_write", late)
     assert not can_acquire(tmp_path) and json.loads((tmp_path / "run.lock.1").read_text())["pid"] == os.getppid()
 
 
@@ -178,9 +178,9 @@ def test_of_several_starters_only_one_holds_the_lock(tmp_path):
 def test_an_outdated_directory_listing_does_no_harm(number, tmp_path, monkeypatch):
     """Clients of a file server may not see the newest names at once."""
     forge(tmp_path, number)
-    read = lock._read
+    read = run_folder._read
     stale = iter([True])
-    monkeypatch.setattr(lock, "_read", lambda folder: {} if next(stale, False) else read(folder))
+    monkeypatch.setattr(run_folder, "_read", lambda folder: {} if next(stale, False) else read(folder))
     assert not can_acquire(tmp_path) and locks(tmp_path) == [f"run.lock.{number}"]
 
 
@@ -195,7 +195,7 @@ def test_a_full_disk_is_reported_also_without_a_file_name(tmp_path, monkeypatch)
     def full(descriptor):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(lock.os, "fsync", full)
+    monkeypatch.setattr(run_folder.os, "fsync", full)
     message = re.escape("cannot be written (No space left on device); allowed")
     with pytest.raises(JobError, match=message), hold_lock(tmp_path, HERE):
         raise AssertionError

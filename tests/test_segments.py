@@ -9,7 +9,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import toy_moe
 from tests.support.no_exchange import NoExchange
-from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, NodeLoop
+from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, NodeLoop, backward_inputs
 from torchtitan.parallelisms.pipeline.overlap.segments import (
     COMPUTE,
     ISSUE,
@@ -23,7 +23,6 @@ from torchtitan.parallelisms.pipeline.overlap.segments import (
     interleave,
     split_after_issues,
 )
-from torchtitan.parallelisms.pipeline.split_backward import backward_inputs
 
 SAVED = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
 POLICIES = {

@@ -17,7 +17,7 @@ from tests.combinations import EXPERT_LAYOUTS, Combination
 from tests.support.no_exchange import NoExchange
 from tests.support.pool import run_ranks
 from tests.test_segments import POLICIES
-from torchtitan.core.initialization import Normal, initialize
+from torchtitan.core.random_draws import Normal, initialize
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention, SharedInputs
 from torchtitan.models.decoder import Block
@@ -25,7 +25,7 @@ from torchtitan.models.deepseek import DeepseekArgs
 from torchtitan.models.deepseek.model import Deepseek
 from torchtitan.models.dropout import Dropout, token_keys
 from torchtitan.models.llama import LlamaArgs
-from torchtitan.models.moe import balance
+from torchtitan.models.moe import router as balance
 from torchtitan.models.moe.layer import MoE, MoEBlock
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.spec import MODELS

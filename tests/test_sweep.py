@@ -14,7 +14,7 @@ from tests.support import jobs
 from tests.test_metrics import png_size, write_run
 from torchtitan import cli
 from torchtitan.commands import sweep
-from torchtitan.commands.combinations import combinations, failure_reason
+from torchtitan.commands.sweep import combinations, failure_reason
 from torchtitan.config.manager import load, to_toml
 from torchtitan.metrics.plot import draw_losses
 

@@ -17,7 +17,7 @@ from torchtitan.job import ResolvedJob
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.losses.tasks import TASKS, TaskSpec
 from torchtitan.models.dropout import token_keys
-from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.degrees import ParallelDims
 from torchtitan.training.batches import BatchPreparer, BatchSpec
 
 anywhere = judged.anywhere

@@ -16,15 +16,15 @@ from tests import test_combinations
 from tests.combinations import Combination
 from tests.support.jobs import full
 from tests.support.pool import run_ranks
-from torchtitan.core.constraints import LimitError
-from torchtitan.core.initialization import Normal, initialize
+from torchtitan.core.errors import LimitError
+from torchtitan.core.random_draws import Normal, initialize
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import SIZES
 from torchtitan.models.decoder import DECODER_PLAN
 from torchtitan.models.layers import RMSNorm
 from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms import tensor_parallel
-from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.degrees import ParallelDims
 from torchtitan.parallelisms.parallelize import ParallelOptions, parallelize, uses_fully_shard
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.parallelisms.sequence_layout import default_positions

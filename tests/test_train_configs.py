@@ -17,7 +17,7 @@ from torchtitan.assembly import parts
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config import manager
 from torchtitan.core.files import MODEL_PLACEHOLDER
-from torchtitan.core.initialization import clean_name
+from torchtitan.core.random_draws import clean_name
 from torchtitan.job import ResolvedJob
 from torchtitan.parallelisms.parallel_model import parallel_parts
 from torchtitan.planner.estimate import predict, worst

@@ -18,7 +18,7 @@ from torchtitan.models.hf.config import UNTRAINED
 from torchtitan.planner.estimate import flops_of_a_rank, predict
 from torchtitan.planner.rehearsal import FROZEN, GRADIENTS, OPTIMIZER_STATE, PARAMETERS
 from torchtitan.process.ranks import read_ranks
-from torchtitan.training import inference_model, stored_run
+from torchtitan.training import inference_model
 from torchtitan.training.trainer import Trainer
 
 PATTERNS = ["layers.3.*", "layers.*norm*", "output.weight"]
@@ -70,8 +70,8 @@ def test_only_named_parameters_are_trained_and_a_resume_is_bit_exact(texts, tmp_
     assert f"unfrozen: {num_trained:,} of" in installed.describe()
     model, _, installed = ModelBuilder(run).adapted_model()
     with (
-        stored_run.open_run(run, checkpoint, model, installed) as weights,
-        stored_run.plain_state(run.model, model, installed, weights) as (state, kind),
+        inference_model.open_run(run, checkpoint, model, installed) as weights,
+        inference_model.plain_state(run.model, model, installed, weights) as (state, kind),
     ):
         assert kind == "weights" and state.keys() == filled.state_dict().keys()
         assert all(torch.equal(state[name].detach(), value) for name, value in filled.state_dict().items())

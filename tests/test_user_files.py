@@ -22,11 +22,11 @@ from torchtitan.adapters import peft_config
 from torchtitan.checkpoint import layout
 from torchtitan.commands.command_lines import PARSERS
 from torchtitan.config.options import columns, options
-from torchtitan.datasets import sources_pretokenized
 from torchtitan.datasets.labelled import open_labelled_files
 from torchtitan.datasets.record_format import LabelledFields, RecordReader
-from torchtitan.datasets.sources_tables import saved_split
-from torchtitan.datasets.sources_text import open_text_files
+from torchtitan.datasets.sources import pretokenized
+from torchtitan.datasets.sources.files import open_text_files
+from torchtitan.datasets.sources.tables import saved_split
 from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.metrics.json_lines import read_records
@@ -154,7 +154,7 @@ FILES_OF_FOLDERS = {
     "adapter_config.json": peft_config.read_config,
     "header.json": TokenShards,
     "dataset_dict.json": partial(saved_split, split="train"),
-    "args.json": sources_pretokenized._read_args,
+    "args.json": pretokenized._read_args,
     "part.jsonl": lambda folder: open_text_files(str(folder), RecordReader("text")),
     "part.parquet": lambda folder: open_text_files(str(folder), RecordReader("text")),
     "part.csv": lambda folder: open_labelled_files(str(folder), LabelledFields("text", "label", 2)).probe(),
@@ -268,14 +268,14 @@ CHECKED = {
     "plugins/neurocache/authors_format.py": "require_file before load_file",
     "adapters/peft_folder.py": "require_file before load_file",
     "datasets/labelled.py": "require_file before pyarrow's",
-    "datasets/sources_tables.py": "require_file before memory_map and pyarrow's",
+    "datasets/sources/tables.py": "require_file before memory_map and pyarrow's",
     "datasets/token_shards.py": "maps what TokenReader has opened; writes",
     "models/hf/load.py": "require_file before safe_open",
     "training/reference_logprobs.py": "require_file before safe_open",
 }
 OWN_FILES = {
     "contract/checks.py": "in a temporary folder",
-    "contract/ranks.py": "stacks of its own ranks, in a temporary folder",
+    "contract/items.py": "stacks of its own ranks, in a temporary folder",
     "commands/script_rank.py": "the end that an engine of this rank has passed on",
     "core/files.py": "the one function",
     "checkpoint/folders.py": "writes, and syncs its files",
@@ -290,7 +290,7 @@ OWN_FILES = {
     "datasets/template_worker.py": "/proc",
     "launcher/forks.py": "a file that the launcher or the fork server has written; /proc",
     "launcher/hangs.py": "writes",
-    "launcher/lock.py": "/proc; writes",
+    "launcher/run_folder.py": "/proc; writes",
     "launcher/admission.py": "writes; reads its secret without following links, at most 65 bytes of a regular file",
     "launcher/processes.py": "/proc",
     "planner/rehearsal.py": "the current folder, to return to it",
@@ -299,7 +299,7 @@ OWN_FILES = {
     "metrics/run_end.py": "writes",
     "models/hf/save.py": "writes",
     "process/machine.py": "/sys",
-    "process/network.py": "/proc",
+    "process/ranks.py": "/proc",
     "training/preflight.py": "sources of the package",
     "process/heartbeat.py": "memory that ranks share",
 }

@@ -7,10 +7,9 @@ from torchtitan.assembly.data import JobDatasets
 from torchtitan.commands import prepare
 from torchtitan.config.manager import load
 from torchtitan.core.files import FileError
-from torchtitan.datasets import verification
+from torchtitan.datasets import token_shards
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.token_shards import TokenShards
-from torchtitan.datasets.verification import start_verification
+from torchtitan.datasets.token_shards import TokenShards, start_verification
 from torchtitan.job import ResolvedJob
 
 
@@ -19,7 +18,7 @@ def shards(tmp_path):
     texts = jobs.write_texts(tmp_path / "texts")
     folder = tmp_path / "shards"
     prepare.main(["--dataset_path", str(texts), "--tokenizer_path", "bytes", "--output", str(folder), "--workers=1"])
-    verification._verifications.clear()
+    token_shards._verifications.clear()
     return folder
 
 
@@ -47,7 +46,7 @@ def test_a_shard_that_has_rotted_is_refused_before_the_first_batch(tmp_path, sha
 
 def test_a_large_one_ends_the_run_when_the_difference_is_found(tmp_path, shards, monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr(verification, "FOREGROUND_BYTES", 0)
+    monkeypatch.setattr(token_shards, "FOREGROUND_BYTES", 0)
     rot(shards)
     with pytest.raises(DataError, match="shard-00000.bin: its contents differ from the checksum in the header"):
         batches = iter(loader(tmp_path, shards))
@@ -58,7 +57,7 @@ def test_a_large_one_ends_the_run_when_the_difference_is_found(tmp_path, shards,
 
 def test_sound_shards_are_compared_once_and_read(tmp_path, shards, monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr(verification, "FOREGROUND_BYTES", 0)
+    monkeypatch.setattr(token_shards, "FOREGROUND_BYTES", 0)
     first = loader(tmp_path, shards)
     next(iter(first))
     first.verification._thread.join()
@@ -70,7 +69,7 @@ def test_sound_shards_are_compared_once_and_read(tmp_path, shards, monkeypatch, 
 def test_a_resume_is_refused_too(tmp_path, shards):
     """The first start may have ended because of the damage, so a resume must not train on the same shards."""
     state = loader(tmp_path, shards).state_dict()
-    verification._verifications.clear()
+    token_shards._verifications.clear()
     rot(shards)
     with pytest.raises(DataError, match="shard-00000.bin: its contents differ from the checksum in the header"):
         next(iter(loader(tmp_path, shards, state)))
@@ -79,7 +78,7 @@ def test_a_resume_is_refused_too(tmp_path, shards):
 @pytest.mark.parametrize("error", [KeyError("sha256"), MemoryError(), FileError("x", "is no file")], ids=repr)
 def test_whatever_ends_the_comparison_ends_the_run(error, shards, monkeypatch, caplog):
     caplog.set_level("INFO")
-    monkeypatch.setattr(verification, "FOREGROUND_BYTES", 0)
+    monkeypatch.setattr(token_shards, "FOREGROUND_BYTES", 0)
     monkeypatch.setattr(TokenShards, "verify", lambda *_, **__: (_ for _ in ()).throw(error))
     comparison = start_verification([TokenShards(shards)])
     comparison._thread.join()

@@ -22,18 +22,32 @@ from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.core.machine_errors import MachineError
 from torchtitan.launcher import slurm
 from torchtitan.launcher.hangs import HangLimits
-from torchtitan.launcher.lock import hold_lock, this_process
 from torchtitan.launcher.monitor import RankMonitor
 from torchtitan.launcher.multi_node import LATE_SECONDS, Coordinator, Worker
 from torchtitan.launcher.nodes import Nodes, use_head_interface
 from torchtitan.launcher.processes import Processes, SignalQueue
 from torchtitan.launcher.restarts import follow_coordinator, supervise
-from torchtitan.launcher.run_folder import HANGS_FOLDER, SECRET_FILE, empty_folder, export_advice, newest_step
+from torchtitan.launcher.run_folder import (
+    HANGS_FOLDER,
+    SECRET_FILE,
+    empty_folder,
+    export_advice,
+    hold_lock,
+    newest_step,
+    this_process,
+)
 from torchtitan.metrics.run_end import RunEnd, describe_last_end, record_end
 from torchtitan.process.children import python_command
 from torchtitan.process.exit import CRASHED, REFUSED, exit_with
-from torchtitan.process.network import require_interfaces
-from torchtitan.process.ranks import Restart, count_ranks, likely_device, read_nodes, set_default, slurm_job
+from torchtitan.process.ranks import (
+    Restart,
+    count_ranks,
+    likely_device,
+    read_nodes,
+    require_interfaces,
+    set_default,
+    slurm_job,
+)
 from torchtitan.process.run_log import print_message
 from torchtitan.rules.loading import load_valid
 

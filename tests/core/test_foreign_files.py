@@ -3,7 +3,7 @@
 import pytest
 
 from torchtitan.core.errors import JobError
-from torchtitan.core.foreign_files import DeclaredKeys, agreed_value
+from torchtitan.core.files import DeclaredKeys, agreed_value
 
 KEYS = DeclaredKeys(
     used=frozenset({"hidden_size"}),

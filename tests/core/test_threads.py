@@ -8,7 +8,7 @@ import time
 
 import pytest
 
-from torchtitan.core.threads import map_in_threads
+from torchtitan.checkpoint.hashed_files import map_in_threads
 
 
 @pytest.mark.parametrize(("items", "threads"), [(0, 4), (1, 4), (20, 1), (20, 3)])
@@ -58,7 +58,7 @@ def test_all_items_are_worked_on_where_no_more_threads_can_be_started(allowed, m
 
 SCRIPT = """
 import threading, time
-from torchtitan.core.threads import map_in_threads
+from torchtitan.checkpoint.hashed_files import map_in_threads
 def save():
     time.sleep(0.3)
     print(map_in_threads(lambda item: item + 1, range(3), 2), flush=True)

@@ -14,10 +14,9 @@ from torchtitan.datasets.labelled import LabelledFile
 from torchtitan.datasets.loader import LoaderOptions, WeightedSource, WorkerOptions, build_loader
 from torchtitan.datasets.record_format import LabelledFields
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.sources_text import text
-from torchtitan.datasets.token_shards import ShardWriter, TokenShards
+from torchtitan.datasets.sources.files import text
+from torchtitan.datasets.token_shards import ShardWriter, TokenShards, Verification
 from torchtitan.datasets.tokenizer import build_tokenizer
-from torchtitan.datasets.verification import Verification
 from torchtitan.launcher.processes import RankExit
 from torchtitan.process.exit import CRASHED, EXPLAINED
 from torchtitan.process.heartbeat import Activity

@@ -19,7 +19,7 @@ from torchtitan.datasets import open_hub_dataset
 from torchtitan.datasets.encoding import TrainOn, encode
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError, Pair
-from torchtitan.datasets.sources_text import open_text_files
+from torchtitan.datasets.sources.files import open_text_files
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 TEMPLATE = """\

@@ -7,7 +7,7 @@ import pytest
 
 from tests.datasets.test_conversations import ANSWER, USER, qwen_like
 from tests.test_loader import loader
-from torchtitan.checkpoint import tokenization
+from torchtitan.checkpoint import base_weights
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.loader import merge_states
@@ -24,8 +24,8 @@ def config_of(tmp_path, *options):
 )
 def test_the_version_is_that_of_the_newest_checkpoint(job, version, tmp_path, monkeypatch):
     newest = None if job is None else tmp_path / "step-1"
-    monkeypatch.setattr(tokenization, "newest_complete", lambda root: (newest, []))
-    monkeypatch.setattr(tokenization, "read_state", lambda folder: {"trainer": {"job": job}})
+    monkeypatch.setattr(base_weights, "newest_complete", lambda root: (newest, []))
+    monkeypatch.setattr(base_weights, "read_state", lambda folder: {"trainer": {"job": job}})
     enabled = "--checkpoint.enable=true"
     assert ResolvedJob(config_of(tmp_path, enabled)).saving.tokenization_version == version
     assert ResolvedJob(config_of(tmp_path, enabled, "--data.tokenization_version=2")).saving.tokenization_version == 2

@@ -16,7 +16,7 @@ from torchtitan.datasets.preparing import prepared_shards
 from torchtitan.datasets.record_account import check_account, has_records, unread_of
 from torchtitan.datasets.record_format import LabelledFields, RecordReader
 from torchtitan.datasets.sources import BadRecord, Chat, DataError, Document, Span
-from torchtitan.datasets.sources_text import open_text_files
+from torchtitan.datasets.sources.files import open_text_files
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 TALK = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]

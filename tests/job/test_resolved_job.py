@@ -7,8 +7,7 @@ import pytest
 
 from torchtitan.config.job import JobConfig
 from torchtitan.config.sections.training import DataSource
-from torchtitan.core.constraints import LimitError
-from torchtitan.core.errors import JobError
+from torchtitan.core.errors import JobError, LimitError
 from torchtitan.job import ResolvedJob
 from torchtitan.rules import hide
 

@@ -10,7 +10,7 @@ from tests.support import jobs
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import forks, nodes, slurm
 from torchtitan.launcher.nodes import Nodes
-from torchtitan.process import network
+from torchtitan.process import ranks
 from torchtitan.process.ranks import env_number, parse_number, slurm_job, slurm_seconds_left
 
 HUGE = "9" * 5000
@@ -53,10 +53,10 @@ def test_only_a_list_of_process_ids_is_taken_for_one():
 def test_an_interface_that_is_not_there_is_named(monkeypatch):
     monkeypatch.setenv("GLOO_SOCKET_IFNAME", "nowhere0")
     with pytest.raises(JobError, match="GLOO_SOCKET_IFNAME: given 'nowhere0', which is no interface .* allowed: .*lo"):
-        network.require_interfaces()
+        ranks.require_interfaces()
     for name in ("lo", ""):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", name)
-        network.require_interfaces()
+        ranks.require_interfaces()
 
 
 def test_a_machine_without_loopback_is_refused_before_any_rank_starts(tmp_path):

@@ -10,8 +10,7 @@ import pytest
 
 from torchtitan.commands import plot, report, why
 from torchtitan.core.errors import JobError
-from torchtitan.launcher.lock import hold_lock, this_process
-from torchtitan.launcher.run_folder import describe_run_end
+from torchtitan.launcher.run_folder import describe_run_end, hold_lock, this_process
 from torchtitan.metrics import run_end
 from torchtitan.metrics.json_lines import JsonLinesWriter, read_records
 from torchtitan.metrics.run_end import RunEnd, cause_of, describe_end, describe_last_end, end_of, read_end, record_end

@@ -9,10 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from torchtitan.commands import report, sweep
-from torchtitan.metrics import thinning
+from torchtitan.metrics import curves
+from torchtitan.metrics.curves import EXTREME, MOST_GROUPS, Thinner, read_thinned, smoothed, smoothed_losses
 from torchtitan.metrics.json_lines import JsonLinesWriter, iterate_records, read_records
-from torchtitan.metrics.smoothing import EXTREME, smoothed, smoothed_losses
-from torchtitan.metrics.thinning import MOST_GROUPS, Thinner, read_thinned
 
 
 def write(path, rows):
@@ -79,7 +78,7 @@ def test_memory_does_not_grow_with_the_run(monkeypatch):
 
 
 def test_hours_and_lost_losses_of_a_report_are_of_all_rows(tmp_path, monkeypatch):
-    monkeypatch.setattr(thinning.Thinner.__init__, "__defaults__", (64,))
+    monkeypatch.setattr(curves.Thinner.__init__, "__defaults__", (64,))
     rows = [{"step": step, "loss": 1.0, "step_seconds": 3.6, "tokens": step} for step in range(1, 5001)]
     for step in (1234, 1235, 4000):
         rows[step - 1]["loss"] = None

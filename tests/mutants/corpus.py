@@ -54,7 +54,7 @@ class Mutant:
     @property
     def digest(self) -> str:
         """Identify the change, so that a result of another version of it is not taken for this one's."""
-        return hashlib.sha256("\0".join((self.file, self.old, self.new)).encode()).hexdigest()[:12]
+        return hashlib.sha256("\0".join((self.old, self.new)).encode()).hexdigest()[:12]
 
     def mutated(self, text: str) -> str:
         """Return the text of the file with the mistake. Raise StaleMutant unless the old text occurs exactly once."""

@@ -11,14 +11,13 @@ from tests.support import old_dialects
 from tests.support.jobs import ROOT, train
 from tests.support.old_dialects import V0_2_2, flatten, option_names
 from torchtitan.commands import check as command
-from torchtitan.config.dialects import renamed
+from torchtitan.config.changes import renamed
 from torchtitan.config.manager import ConfigError, load
 from torchtitan.config.options import options, sections
 from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
 from torchtitan.models.deepseek import YarnScaling
 from torchtitan.models.sizes import RopeScaling
-from torchtitan.plugins.dialects import command as upgrading
 from torchtitan.plugins.dialects import renames
 from torchtitan.plugins.dialects import upgrade as translation
 from torchtitan.rules import Facts, check
@@ -191,7 +190,7 @@ def test_a_default_without_effect_ends_the_search(capsys, tmp_path, monkeypatch)
         next(calls)  # StopIteration, which a generator makes a RuntimeError, if it is asked again and again
         yield facts.fault("training.steps", "another", "")
 
-    monkeypatch.setattr(upgrading, "WITHOUT_EFFECT", [at_its_default])
+    monkeypatch.setattr(upgrade, "WITHOUT_EFFECT", [at_its_default])
     code, out, err = upgrade(capsys, tmp_path, "[job]\ndescription = 'x'")
     assert (code, err) == (0, []) and "training.steps" not in out
 

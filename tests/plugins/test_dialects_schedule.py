@@ -9,7 +9,7 @@ import pytest
 from tests.support.jobs import ROOT
 from torchtitan.config.manager import load
 from torchtitan.job import ResolvedJob
-from torchtitan.plugins.dialects.command import translate
+from torchtitan.plugins.dialects.upgrade import translate
 from torchtitan.rules import Facts, check
 
 NOT_THE_SAME = "# not the same: from step "

@@ -26,8 +26,7 @@ from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import HF, Llama
 from torchtitan.models.spec import MODELS
 from torchtitan.plugins.eval_tasks import evaluate_tasks
-from torchtitan.plugins.eval_tasks.evaluate_tasks import Answers, tasks_table
-from torchtitan.plugins.eval_tasks.likelihoods import likelihoods, split_into_requests
+from torchtitan.plugins.eval_tasks.evaluate_tasks import Answers, likelihoods, split_into_requests, tasks_table
 from torchtitan.plugins.eval_tasks.task_files import FIGURES, FILTERS, tasks_in
 
 ARGS = LlamaArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16, max_seq_len=128)

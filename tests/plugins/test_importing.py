@@ -16,8 +16,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES
 from torchtitan.plugins.importers import SOURCES, parse, split
 from torchtitan.plugins.importers import command as importing
-from torchtitan.plugins.importers.relora import read
-from torchtitan.plugins.importers.relora_flags import FLAGS, GALORE_ONLY
+from torchtitan.plugins.importers.relora import FLAGS, GALORE_ONLY, read
 from torchtitan.rules import check
 
 anywhere = judged.anywhere

@@ -14,7 +14,7 @@ from tests.support.importing import difference
 from tests.support.jobs import ROOT
 from tests.test_notes_script import base, write_rows
 from torchtitan import cli
-from torchtitan.config.job_file import as_file
+from torchtitan.config.layers import as_file
 from torchtitan.config.manager import load
 from torchtitan.config.sections.training import DataSource
 from torchtitan.core import yaml_file

@@ -16,7 +16,7 @@ from tests.test_own_optimizers import random
 from torchtitan import cli
 from torchtitan.commands.check import summary
 from torchtitan.config.manager import load
-from torchtitan.core.initialization import clean_name
+from torchtitan.core.random_draws import clean_name
 from torchtitan.job import ResolvedJob
 from torchtitan.optimizers.build import build_optimizers
 from torchtitan.plugins.importers import parse, split

@@ -7,8 +7,8 @@ import torch
 
 from tests.support.remembering import plain, read, remembering, segments
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import clean_name
-from torchtitan.models.decoding import reader_for
+from torchtitan.core.random_draws import clean_name
+from torchtitan.models.kv_cache import reader_for
 from torchtitan.parallelisms.parallelize import apply_activation_checkpoint
 from torchtitan.plugins.neurocache.attention import EntryAttention, Retrieved, shift_tokens
 from torchtitan.plugins.neurocache.cache import (

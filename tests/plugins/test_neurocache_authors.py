@@ -13,7 +13,7 @@ import torch
 from tests.support import judged
 from tests.support.judged import lines
 from tests.support.remembering import SMALL, plain, read, remembering, segments
-from torchtitan.models.decoding import reader_for
+from torchtitan.models.kv_cache import reader_for
 from torchtitan.plugins.neurocache.attention import EntryAttention, Retrieved
 
 anywhere = judged.anywhere

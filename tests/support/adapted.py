@@ -8,10 +8,10 @@ from torch import nn
 from tests.support.documented_adapter import IA3
 from tests.support.scale_adapter import ScaleAdapter
 from torchtitan.adapters.interface import Adapter, Unfrozen
-from torchtitan.adapters.lora import DoRA, LoRA
+from torchtitan.adapters.low_rank import DoRA, LoRA
 from torchtitan.adapters.quantized import Int8LoRA, QLoRA
-from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.core.initialization import Normal, draw
+from torchtitan.config.sections.model import Adapter as Options
+from torchtitan.core.random_draws import Normal, draw
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.plugins.neurocache.adapter import Neurocache
 from torchtitan.plugins.neurocache.options import NeurocacheOptions as Cache

@@ -18,10 +18,10 @@ from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, 
 
 from torchtitan.checkpoint import Checkpointer, TrainerHooks
 from torchtitan.config.sections.run import Checkpoint
-from torchtitan.core.initialization import clean_name, initialize
+from torchtitan.core.random_draws import clean_name, initialize
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
-from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.degrees import ParallelDims
 from torchtitan.parallelisms.pipeline.cut import stage_modules, stages_of_rank
 
 ARGS = LlamaArgs(

@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import initialize
+from torchtitan.core.random_draws import initialize
 from torchtitan.models.hf.config import INDEX, SINGLE
 
 

@@ -17,7 +17,7 @@ from tests.support.forked_job import Program
 from torchtitan.assembly.data import JobDatasets
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
-from torchtitan.core.initialization import clean_name
+from torchtitan.core.random_draws import clean_name
 from torchtitan.job import ResolvedJob
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer

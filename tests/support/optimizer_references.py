@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.core.keyed_rng import normal
+from torchtitan.core.random_draws import normal
 
 
 class InFloat64:

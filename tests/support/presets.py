@@ -6,7 +6,7 @@ from pathlib import Path
 from tests.test_templates import LLAMA3, folder_with
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config import manager
-from torchtitan.core.initialization import initialize
+from torchtitan.core.random_draws import initialize
 from torchtitan.job import ResolvedJob
 from torchtitan.models.spec import MODELS
 

@@ -22,12 +22,12 @@ from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load
 from torchtitan.config.sections.model import Parallelism
-from torchtitan.core.initialization import initialize
+from torchtitan.core.random_draws import initialize
 from torchtitan.core.tensor_storage import draw_stores
 from torchtitan.job import ResolvedJob
 from torchtitan.losses.objective import IGNORE_INDEX
 from torchtitan.models import SIZES
-from torchtitan.models.float8 import use_float8
+from torchtitan.models.layers import use_float8
 from torchtitan.parallelisms import quantized_collectives
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES, model_modules
 from torchtitan.parallelisms.quantized_collectives import pack, unpack

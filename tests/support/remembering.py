@@ -3,8 +3,8 @@
 import torch
 
 from tests.support.tiny_decoders import LLAMA, MISTRAL, OPT
-from torchtitan.config.sections.adapter import Adapter as Options
-from torchtitan.core.initialization import initialize
+from torchtitan.config.sections.model import Adapter as Options
+from torchtitan.core.random_draws import initialize
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.opt.model import OPT as OPTModel

@@ -5,7 +5,7 @@ from torch import nn
 
 from torchtitan.adapters import AdapterSpec
 from torchtitan.adapters.interface import Adapter
-from torchtitan.core.initialization import Constant, Init
+from torchtitan.core.random_draws import Constant, Init
 from torchtitan.models.layers import RMSNorm
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
 

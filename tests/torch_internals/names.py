@@ -218,11 +218,11 @@ OUTSIDE: dict[str, str] = {
     "datasets/loader.py": "_iterator _shutdown_workers",
     "lr_scheduling.py": "_opt_called",
     "parallelisms/pipeline/pipeline_parallel.py": "_stages",
-    "parallelisms/replicas.py": "_all_gather_result _orig_dtype _post_accumulate_grad_hooks _to_unsharded",
+    "parallelisms/data_parallel.py": "_all_gather_result _orig_dtype _post_accumulate_grad_hooks _to_unsharded",
     "planner/fake_cuda/kernels.py": "_schema",
     "planner/fake_cuda/step.py": "_init_fn",
     "planner/time/traffic.py": "_type",
-    "training/stored_run.py": "_apply",
+    "training/inference_model.py": "_apply",
 }
 """File -> private attributes of torch's objects that it uses itself. It only shrinks: write functions in
 torch_internals instead."""

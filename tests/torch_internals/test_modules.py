@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from torchtitan.torch_internals.modules import has_hooks, local_parameters
+from torchtitan.torch_internals.dispatch import has_hooks, local_parameters
 
 
 def test_the_compiler_traces_both_functions():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.plugins import SECTIONS, plugin_entries
 from torchtitan.core.registry import Registry
 
@@ -53,8 +53,8 @@ def _low_rank(make: str) -> AdapterSpec:
 
 
 _built_in = {
-    "lora": _low_rank("torchtitan.adapters.lora:LoRA"),
-    "dora": _low_rank("torchtitan.adapters.lora:DoRA"),
+    "lora": _low_rank("torchtitan.adapters.low_rank:LoRA"),
+    "dora": _low_rank("torchtitan.adapters.low_rank:DoRA"),
     "qlora": _low_rank("torchtitan.adapters.quantized:QLoRA"),
     "lora_int8": _low_rank("torchtitan.adapters.quantized:Int8LoRA"),
 }

@@ -34,13 +34,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from torchtitan.adapters.targets import with_wildcards
-from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import clean_name, local_part
+from torchtitan.core.random_draws import clean_name, local_part
 from torchtitan.core.tensor_storage import Deferred, Value, packed_names, stores
 from torchtitan.models.flops import FlopsPerToken
 from torchtitan.models.hf.names import TensorMap
-from torchtitan.models.moe.experts import Experts
+from torchtitan.models.moe.layer import Experts
 from torchtitan.models.sizes import HEAD
 from torchtitan.parallelisms.plan import ParallelPlan
 

@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
-from torchtitan.core.foreign_files import DeclaredKeys
+from torchtitan.core.files import DeclaredKeys
 from torchtitan.models.hf.config import read_json
 
 CONFIG, WEIGHTS = "adapter_config.json", "adapter_model.safetensors"

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 
 from torchtitan.adapters.peft_config import CONFIG, PER_MODULE_KEYS, WEIGHTS, config_entries, mismatches, read_config
-from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
 from torchtitan.models.hf.names import TensorMap

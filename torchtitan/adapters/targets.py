@@ -10,7 +10,7 @@ from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from torchtitan.adapters import NONE, spec_of
-from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.models.sizes import HEAD
 
 ALL_LINEAR = "all-linear"

@@ -20,9 +20,8 @@ from torchtitan.datasets.record_account import describe_unread
 from torchtitan.datasets.sample_packing import PackReader, samples_in_epochs, steps_for, total_samples
 from torchtitan.datasets.segments import Documents, HeldOutSegments, SegmentLoader
 from torchtitan.datasets.sources import Source
-from torchtitan.datasets.token_shards import TokenShards
+from torchtitan.datasets.token_shards import TokenShards, start_verification
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.datasets.verification import start_verification
 from torchtitan.job import ResolvedJob
 from torchtitan.job.layout import Section
 from torchtitan.losses.objective import Objective

@@ -27,9 +27,9 @@ from torchtitan.losses.objective import Objective
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
 from torchtitan.models.attention import activate_flash_attention, use_shifted_groups
 from torchtitan.models.dropout import add_embedding_noise
-from torchtitan.models.float8 import use_float8
 from torchtitan.models.hf.names import TensorMap
 from torchtitan.models.hf.save import build_extra_files, read_source
+from torchtitan.models.layers import use_float8
 from torchtitan.models.spec import MODELS, ModelSpec
 from torchtitan.optimizers.build import Optimizers, build_optimizers
 from torchtitan.optimizers.spec import SHARED

@@ -1,8 +1,8 @@
-"""Find initial weights and identify the base model of an adapter. Needs no torch.
+"""Find initial weights, identify the base model of an adapter, and tell what a job takes from them. Needs no torch.
 
 Determines the format of the weights at a path (native, of PyTorch's torchtitan or Hugging Face's) and how far they were
 trained, as recorded in their folder. For a checkpoint with only an adapter, records the path and digest of its base
-model.
+model. A run that resumes tokenizes by the rules with which it began.
 """
 
 import hashlib
@@ -17,6 +17,7 @@ from torchtitan.checkpoint.layout import (
     CheckpointError,
     NothingLoadable,
     complete_steps,
+    newest_complete,
     read_json,
     read_manifest,
     read_state,
@@ -26,6 +27,7 @@ from torchtitan.checkpoint.layout import (
 )
 from torchtitan.config.changes import DEFAULTS, saved_value
 from torchtitan.config.sections.field_types import Precision
+from torchtitan.core.files import TOKENIZATION_VERSION
 from torchtitan.models.hf.config import unreadable_weights
 
 Kind = Literal["native", "torchtitan", "hf"]
@@ -227,3 +229,25 @@ def _digest_of(files: list[Path]) -> str:
     for path in sorted(files):
         digest.update(f"{path.name} {sha256_of(path)}\n".encode())
     return digest.hexdigest()
+
+
+VERSION_WITHOUT_RECORD = 2
+"""Version of runs whose job does not record it."""
+
+
+def tokenization_version(data: Any, options: Any, run: Any) -> int:
+    """Return data.tokenization_version of a job with these sections [data], [checkpoint] and [job]. If it is unset,
+    that of the run's newest checkpoint; a new run has none.
+
+    A checkpoint that cannot be read is reported when it is loaded."""
+    is_new = not options.enable or run.clean_start == "always"
+    if data.tokenization_version is not None or is_new:
+        return data.tokenization_version or TOKENIZATION_VERSION
+    try:
+        newest, _ = newest_complete(Path(run.dump_folder, options.folder))
+        job = None if newest is None else read_state(newest)["trainer"].get("job", {})
+    except (OSError, ValueError, KeyError):  # CheckpointError, or an invalid folder name
+        return TOKENIZATION_VERSION
+    return (
+        TOKENIZATION_VERSION if job is None else job.get("data", {}).get("tokenization_version", VERSION_WITHOUT_RECORD)
+    )

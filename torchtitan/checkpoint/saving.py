@@ -31,8 +31,8 @@ from torchtitan.checkpoint.hashed_files import hash_files, sha256_of
 from torchtitan.checkpoint.layout import MANIFEST, MODEL, STATE, CheckpointError, FileEntry, Manifest, TensorEntry
 from torchtitan.checkpoint.tensors import Tensors
 from torchtitan.core.errors import format_bytes
-from torchtitan.core.initialization import clean_name
 from torchtitan.core.machine_errors import MachineError, is_out_of_inodes
+from torchtitan.core.random_draws import clean_name
 from torchtitan.core.tensor_storage import Deferred, Value
 
 logger = logging.getLogger(__name__)

@@ -48,13 +48,12 @@ from torch.futures import Future
 
 from torchtitan.checkpoint import safe_unpickle
 from torchtitan.checkpoint.agreement import Peers, describe
-from torchtitan.checkpoint.hashed_files import PARALLEL_FILES, HashedFile
+from torchtitan.checkpoint.hashed_files import PARALLEL_FILES, HashedFile, map_in_threads
 from torchtitan.checkpoint.layout import METADATA, CheckpointError, FileEntry, Manifest, TensorEntry, read_bytes
 from torchtitan.core.files import open_file
-from torchtitan.core.initialization import local_part
 from torchtitan.core.machine_errors import MachineError, is_of_the_machine
 from torchtitan.core.progress_bar import progress_bar
-from torchtitan.core.threads import map_in_threads
+from torchtitan.core.random_draws import local_part
 from torchtitan.process import distributed
 from torchtitan.torch_internals import distributed_checkpoint as internals
 

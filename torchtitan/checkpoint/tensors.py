@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
 from torchtitan.checkpoint.layout import MODEL, OPTIMIZER, CheckpointError, TensorEntry
-from torchtitan.core.initialization import clean_name
+from torchtitan.core.random_draws import clean_name
 from torchtitan.torch_internals.memory import pin_memory, unpin_memory
 
 Tensors = dict[str, torch.Tensor]

@@ -29,8 +29,8 @@ from torchtitan.checkpoint.loading import NO_HEADS, CheckpointSource, Heads, ope
 from torchtitan.checkpoint.storage import CheckedReader, read_tensors, translated_errors
 from torchtitan.checkpoint.tensors import differences, entries, not_finite
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import clean_name, local_part
 from torchtitan.core.progress_bar import progress_bar
+from torchtitan.core.random_draws import clean_name, local_part
 from torchtitan.core.tensor_storage import Deferred, packed_names, stores
 from torchtitan.models.hf.load import StoredWeights
 from torchtitan.models.hf.names import TORCHTITAN_NAMES

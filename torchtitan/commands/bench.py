@@ -24,12 +24,12 @@ from pathlib import Path
 from typing import Any, Literal
 
 from torchtitan.adapters import NONE
-from torchtitan.commands.combinations import MODEL, checked_jobs, combinations, failure_reason
 from torchtitan.commands.command_lines import parse_command
+from torchtitan.commands.sweep import MODEL, checked_jobs, combinations, failure_reason
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import to_toml
 from torchtitan.config.options import Fault, free_table
-from torchtitan.config.sections.adapter import Relora
+from torchtitan.config.sections.model import Relora
 from torchtitan.config.sections.run import Callbacks, Checkpoint, EarlyStop, Guard, Metrics, Profiling
 from torchtitan.config.sections.training import LRScheduler, Training, Validation
 from torchtitan.core.errors import JobError

@@ -26,8 +26,7 @@ from torchtitan.datasets.sources import DataError, Document
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.datasets.tokenizer.base import decode_stream
 from torchtitan.job.data import JobData
-from torchtitan.models.decoding import reader_for
-from torchtitan.models.kv_cache import store_for_single_rows
+from torchtitan.models.kv_cache import reader_for, store_for_single_rows
 from torchtitan.process.distributed import device_type
 from torchtitan.training import inference_model
 

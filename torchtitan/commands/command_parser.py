@@ -13,7 +13,7 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from torchtitan.commands import COMMANDS
-from torchtitan.config.command_line import split_job_options
+from torchtitan.config.manager import split_job_options
 from torchtitan.config.options import hint
 from torchtitan.core.errors import JobError
 

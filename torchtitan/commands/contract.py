@@ -15,9 +15,8 @@ import numpy as np
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.options import hint
 from torchtitan.contract import checks
-from torchtitan.contract.diagnosis import differences, resume_difference
-from torchtitan.contract.items import PLANS, Item, Row, items_of, rows_of, with_options
-from torchtitan.contract.ranks import Hang, RankError, run_on_ranks
+from torchtitan.contract.checks import differences, resume_difference
+from torchtitan.contract.items import PLANS, Hang, Item, RankError, Row, items_of, rows_of, run_on_ranks, with_options
 from torchtitan.core.errors import JobError
 
 HOLDS, FAILS, LEFT_OUT = "holds", "FAILS", "left out"

@@ -35,7 +35,7 @@ from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.job import ResolvedJob
 from torchtitan.job.model import JobModel
 from torchtitan.losses.objective import IGNORE_INDEX
-from torchtitan.training import inference_model, stored_run
+from torchtitan.training import inference_model
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
 """Relative tolerance by dtype: of the loss, for rounding the weights to the dtype once, and of the difference of two
@@ -135,8 +135,8 @@ def write(
     model, _, adapter = ModelBuilder(job).adapted_model()
     try:
         with (
-            stored_run.open_run(job, step_folder, model, adapter) as weights,
-            stored_run.plain_state(job.model, model, adapter, weights, into_unpacked) as (state, into),
+            inference_model.open_run(job, step_folder, model, adapter) as weights,
+            inference_model.plain_state(job.model, model, adapter, weights, into_unpacked) as (state, into),
             replace_folder(folder, write=True) as place,
         ):
             run_answer = answer(model, weights, args.tied_embeddings, sample)
@@ -148,7 +148,7 @@ def write(
 
 def answer(model: nn.Module, weights: Weights, tied: bool, sample: ExampleBatch) -> Answer:
     """Compute the logits of a sample, and the mean loss of its labels, with one layer in memory at a time."""
-    with stored_run.layers_on_demand(model.eval(), weights, tied):
+    with inference_model.layers_on_demand(model.eval(), weights, tied):
         logits = model(sample.tokens)[0].float()
     rows = sample.labels[0] != IGNORE_INDEX
     loss = F.cross_entropy(logits[rows], sample.labels[0, rows], reduction="sum").item()

@@ -21,9 +21,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from torchtitan.checkpoint.base_weights import find_weights
+from torchtitan.checkpoint.base_weights import VERSION_WITHOUT_RECORD, find_weights
 from torchtitan.checkpoint.folders import best_in
-from torchtitan.checkpoint.tokenization import VERSION_WITHOUT_RECORD
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config import manager
 from torchtitan.config.options import ConfigError, options
@@ -37,9 +36,8 @@ from torchtitan.job.model import JobModel
 from torchtitan.launcher.forks import first_rank, fork_ranks
 from torchtitan.launcher.processes import Processes
 from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
-from torchtitan.models.decoding import reader_for
 from torchtitan.models.hf.config import CONFIG, GENERATION, SAMPLING, find_config, sampling_options
-from torchtitan.models.kv_cache import store_for_single_rows
+from torchtitan.models.kv_cache import reader_for, store_for_single_rows
 from torchtitan.process.children import python_command
 from torchtitan.process.distributed import device_type
 from torchtitan.process.exit import die_with_parent

@@ -11,10 +11,9 @@ from pathlib import Path
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.core.errors import JobError
 from torchtitan.launcher.run_folder import describe_run_end
+from torchtitan.metrics.curves import read_run, smoothed, smoothed_over
 from torchtitan.metrics.json_lines import METRICS, Record, is_finite
 from torchtitan.metrics.plot import FORMATS, check_format, draw_training_curve
-from torchtitan.metrics.smoothing import smoothed, smoothed_over
-from torchtitan.metrics.thinning import read_run
 
 PAGE = ".html"
 ROWS, LABEL = 16, 9

@@ -13,8 +13,8 @@ from operator import itemgetter
 import torch
 
 from torchtitan.assembly.data import JobDatasets, unread_lines
+from torchtitan.commands.check import end_token_line
 from torchtitan.commands.command_lines import parse_command
-from torchtitan.commands.end_tokens import end_token_line
 from torchtitan.config.sections.training import DataLoader
 from torchtitan.datasets.loader import Batch
 from torchtitan.datasets.samples import IGNORE

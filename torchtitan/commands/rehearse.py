@@ -17,7 +17,7 @@ from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.sections.run import Guard, Metrics
 from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.core.progress_bar import progress_bar, waiting
-from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.degrees import ParallelDims
 from torchtitan.planner.fake_cuda import FakeCuda, build
 from torchtitan.planner.search import is_judged
 from torchtitan.rules.loading import load_valid, without_resume

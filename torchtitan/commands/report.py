@@ -24,11 +24,10 @@ from torchtitan.config.options import ConfigError, options, show
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError
 from torchtitan.launcher.run_folder import JOB_FILE, describe_run_end
+from torchtitan.metrics.curves import read_run, smoothed_losses
 from torchtitan.metrics.json_lines import END, Record, is_finite, iterate_records, lost_losses
 from torchtitan.metrics.plot import check_format
 from torchtitan.metrics.run_end import describe_end
-from torchtitan.metrics.smoothing import smoothed_losses
-from torchtitan.metrics.thinning import read_run
 
 PAGE = ".html"
 GENERATED = "generated.jsonl"

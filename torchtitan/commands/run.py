@@ -19,8 +19,7 @@ from torchtitan.launcher.restarts import supervise
 from torchtitan.launcher.run_folder import newest_step
 from torchtitan.launcher.script import ScriptMonitor
 from torchtitan.process.children import python_command
-from torchtitan.process.network import require_interfaces, use_loopback
-from torchtitan.process.ranks import Restart, env_number, set_default
+from torchtitan.process.ranks import Restart, env_number, require_interfaces, set_default, use_loopback
 
 PROGRAM = python_command("torchtitan.commands.script_rank")
 """Of a rank."""

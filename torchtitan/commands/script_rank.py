@@ -69,7 +69,7 @@ def main(arguments: list[str]) -> int:
 def run_as_main(arguments: list[str]) -> None:
     """Run a script as the module `__main__`."""
     path = os.path.abspath(arguments[0])
-    if sys.path[-1:] == [""]:  # by process/run_module.py
+    if sys.path[-1:] == [""]:  # by process/children.py
         del sys.path[-1]
         sys.path.insert(0, os.path.dirname(os.path.realpath(path)))
     sys.argv = arguments

@@ -10,38 +10,137 @@ or CPU cores. All combinations are checked before the first one starts, and they
 The same command again completes a sweep that was interrupted: combinations that have ended well are left alone, others
 resume from their own checkpoints, if they have any, and new values only add runs. A folder with runs of another job is
 refused. At the end there is a table of all combinations, and a picture of their losses.
+`bench --sweep` names combinations in the same way.
 """
 
 import argparse
 import dataclasses
 import hashlib
+import itertools
 import json
 import os
 import re
 import statistics
 import subprocess
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from torchtitan.commands.combinations import arguments_of, case_name, checked_jobs, combinations, failure_reason
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.changes import kind_of, saved_value
 from torchtitan.config.job import JobConfig, as_dict
-from torchtitan.config.manager import load, to_toml
+from torchtitan.config.manager import load, said_by, to_toml
 from torchtitan.config.options import ConfigError, Fault, options, show
-from torchtitan.core.errors import JobError
+from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.core.files import FileError, read_file
 from torchtitan.launcher.processes import SignalQueue
+from torchtitan.metrics.curves import EXTREME, read_thinned, smoothed_losses
 from torchtitan.metrics.json_lines import METRICS, is_finite, lost_losses
 from torchtitan.metrics.plot import draw_losses
-from torchtitan.metrics.smoothing import EXTREME, smoothed_losses
-from torchtitan.metrics.thinning import read_thinned
 from torchtitan.process.children import python_command
 from torchtitan.process.ranks import count_ranks, likely_device
+from torchtitan.rules import check
 from torchtitan.rules.loading import load_job
+
+MODEL = "model"
+ERROR = "ERROR:"
+"""How the message of a JobError begins in a log."""
+MOST = 200
+"""Combinations."""
+
+
+def combinations(option: str, sweeps: list[str]) -> Iterator[dict[str, str]]:
+    """Yield the combinations of the values of a repeated command-line option, as option of a job -> value.
+
+    `sweeps`: texts like `training.seq_len=512,1024`. Raises JobError for one that is not an option with values.
+    """
+    axes: dict[str, list[str]] = {}
+    for sweep in sweeps:
+        key, equals, text = sweep.partition("=")
+        values = split_values(text)
+        if not equals or not all(values) or (key != MODEL and "." not in key):
+            allowed = "section.key=VALUE,VALUE, or model=FAMILY/FLAVOR,FAMILY/FLAVOR"
+            raise JobError(f"{option}: given {sweep!r}; allowed: {allowed}")
+        if key in axes or len(set(values)) < len(values):
+            raise JobError(f"{option}: given {sweep!r}; allowed: each option once, with values that differ")
+        if key == MODEL and (malformed := [value for value in values if value.count("/") != 1]):
+            raise JobError(
+                f"{option}: given {MODEL}={malformed[0]}; allowed: FAMILY/FLAVOR, as `torchtitan list models` says"
+            )
+        axes[key] = values
+    for number, chosen in enumerate(itertools.product(*axes.values())):
+        if number == MOST:
+            raise JobError(f"{option}: given more than {MOST} combinations; allowed: as many; leave some values out")
+        yield dict(zip(axes, chosen, strict=True))
+
+
+def split_values(text: str) -> list[str]:
+    """Split at the commas outside of brackets and quotes. A quote opens at the start of a value or within brackets."""
+    values, depth, quote = [""], 0, ""
+    for character in text:
+        if quote:
+            quote = "" if character == quote else quote
+        elif character in "'\"" and (depth or not values[-1].strip()):
+            quote = character
+        elif character in "[{":
+            depth += 1
+        elif character in "]}":
+            depth -= 1
+        elif character == "," and depth <= 0:
+            values.append("")
+            continue
+        values[-1] += character
+    return [value.strip() for value in values]
+
+
+def arguments_of(case: dict[str, str]) -> list[str]:
+    job_args = []
+    for key, value in case.items():
+        family, _, flavor = value.partition("/")
+        job_args += [f"--model.name={family}", f"--model.flavor={flavor}"] if key == MODEL else [f"--{key}={value}"]
+    return job_args
+
+
+def case_name(case: dict[str, str]) -> str:
+    return ", ".join(f"{key} = {value}" for key, value in case.items())
+
+
+def checked_jobs(
+    cases: list[dict[str, str]],
+    job_args: list[str],
+    ranks: int,
+    adjust: Callable[[dict[str, str], JobConfig], tuple[JobConfig, Iterable[Fault]]],
+    consequence: str,
+) -> list[JobConfig]:
+    """Return the job of each combination, as `adjust` changes it.
+
+    Raises one JobError with the faults of all combinations, and `consequence` as its last line.
+    """
+    configs, faults = [], dict[str, str]()
+    for case in cases:
+        case_args = [*job_args, *arguments_of(case)]
+        try:
+            config, of_adjustment = adjust(case, load_job(case_args)[0])
+            case_faults = [*of_adjustment, *check(config, ranks, likely_device(), said_by(case_args))]
+            configs.append(config)
+        except ConfigError as error:
+            case_faults = error.faults
+        faults |= {str(fault): case_name(case) for fault in reversed(case_faults) if str(fault) not in faults}
+    if faults:
+        lines = [f"{fault}" + f"  ({name})" * bool(name) for fault, name in faults.items()]
+        raise JobError("\n".join([*lines, consequence]))
+    return configs
+
+
+def failure_reason(log: str, code: int | None) -> str:
+    """Return the last error in a failed job's log up to its end, else the last line, or the exit code."""
+    lines = [line.strip() for line in log.splitlines() if line.strip()]
+    errors = [number for number, line in enumerate(lines) if line.startswith(ERROR)]
+    reason = " ".join(lines[errors[-1] if errors else -1 :])
+    return wrap_lines(reason or f"exit code {code}")
+
 
 RESULTS, PICTURE = "sweep.jsonl", "losses.png"
 JOBS, LOGS = "jobs", "logs"

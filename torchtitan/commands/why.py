@@ -27,10 +27,10 @@ from torchtitan.core.hardware import Hardware, load_hardware
 from torchtitan.core.progress_bar import waiting
 from torchtitan.launcher.run_folder import JOB_FILE, describe_run_end
 from torchtitan.metrics.console import duration
+from torchtitan.metrics.curves import read_run
 from torchtitan.metrics.goodput import CAUSES, SHORTEST_ADVISED_SECONDS, best_save_interval
 from torchtitan.metrics.json_lines import Record, is_finite
 from torchtitan.metrics.run_end import without_ends
-from torchtitan.metrics.thinning import read_run
 from torchtitan.planner.time.measured_runs import UNEXPLAINED, MeasuredRun, ModelledStep
 
 WORTH_A_CHANGE = 0.05

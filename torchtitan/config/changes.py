@@ -3,15 +3,19 @@
 Each option has a class. "refused": a change alters the loss curve, so it must be allowed in
 checkpoint.allow_config_change or undone. "told": a change is logged; it affects how the run is computed or how long it
 is, or the position in the data checks it. "quiet": a change affects only how the run is logged and saved.
+
+Options of other dialects of a job, which plugins and installed packages know, are needed in every parse: a name that
+is no option of today may be one that has moved, and a flag by its older name takes no value on the command line.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, TypeVar
 
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.options import options, show
-from torchtitan.core.plugins import SECTIONS, plugin_entries
+from torchtitan.core.plugins import DIALECTS, SECTIONS, missing_plugin, plugin_entries
+from torchtitan.core.registry import Registry
 from torchtitan.losses.tasks import rows_per_sample
 
 T = TypeVar("T")
@@ -235,3 +239,51 @@ def saved_value(job: Mapping[str, Any], key: str, default: Any) -> Any:
             return default
         value = value[part]
     return value
+
+
+OLDER_TORCHTITAN = "older_torchtitan"
+
+
+@dataclass(frozen=True)
+class Moved:
+    to: str
+    translate: Callable[[Any], Any] = lambda value: value
+    """Old value to new. Raises JobError with the way out where that takes a person."""
+
+
+@dataclass(frozen=True)
+class Removed:
+    reason: str
+    harmless: tuple[Any, ...] | None = ()
+    """Values at which the option changed nothing, so that a translation may leave it out; None: any value."""
+
+
+@dataclass(frozen=True)
+class Dialect:
+    """Options that another dialect had, by dotted name. `advice`: on a model's name in today's job; "" without any."""
+
+    options: Mapping[str, Moved | Removed]
+    advice: Callable[[str], str]
+
+
+_DIALECTS: Registry[Dialect] = Registry(DIALECTS, {}, Dialect)
+
+
+def renamed(key: str) -> Moved | Removed | None:
+    return next((dialect.options[key] for dialect in _DIALECTS.values() if key in dialect.options), None)
+
+
+def old_section(name: str) -> bool:
+    """Return True if another dialect has options in this section."""
+    return any(key.startswith(f"{name}.") for dialect in _DIALECTS.values() for key in dialect.options)
+
+
+def advice(model: str) -> str:
+    """Return advice on a model's name of another dialect in a current job; empty for other names."""
+    return next(filter(None, (dialect.advice(model) for dialect in _DIALECTS.values())), "")
+
+
+def missing_dialect() -> str:
+    """Return a remedy for unknown options where the plugin that knows older ones is missing; empty where it is not."""
+    remedy = missing_plugin(OLDER_TORCHTITAN)
+    return remedy and f"if this is a job of PyTorch's torchtitan, {remedy}"

@@ -14,9 +14,8 @@ from typing import Any
 from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
-from torchtitan.config.sections.adapter import Adapter
 from torchtitan.config.sections.field_types import STRICT
-from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Model, Parallelism
+from torchtitan.config.sections.model import ActivationCheckpoint, Adapter, Compile, Model, Parallelism
 from torchtitan.config.sections.run import (
     Callbacks,
     Checkpoint,

@@ -1,4 +1,4 @@
-"""The options of one file or of the command line, by dotted name, and the faults in them."""
+"""The options of one file or of the command line, by dotted name, their faults, and the file of chosen ones."""
 
 import difflib
 import json
@@ -6,13 +6,14 @@ import math
 import os
 import shlex
 from collections.abc import Collection, Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from datetime import date, time
 from typing import Any
 
+import tomli_w
 from pydantic import TypeAdapter, ValidationError
 
-from torchtitan.config.dialects import Moved, Removed, missing_dialect, old_section, renamed
+from torchtitan.config.changes import Moved, Removed, missing_dialect, old_section, renamed
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import (
     YES_OR_NO,
@@ -90,7 +91,7 @@ class Layer:
     faults: list[Fault]
     """Faults of values in neither of the other two."""
     old: Values
-    """Options of older dialects, see dialects.py."""
+    """Options of older dialects, see changes.py."""
 
     def unknown(self, faults: Iterable[Fault]) -> set[str]:
         """Return the options that these faults of the layer leave without a value."""
@@ -339,3 +340,59 @@ def _scalars(value: Any) -> Iterator[Any]:
             yield from _scalars(inner)
     else:
         yield value
+
+
+@dataclass
+class Comments:
+    """The comments of a file: at its head, and above or next to a section or option (by today's name)."""
+
+    head: list[str] = field(default_factory=list)
+    above: dict[str, list[str]] = field(default_factory=dict)
+    inline: dict[str, str] = field(default_factory=dict)
+
+    def without_option(self, translated: set[str]) -> list[str]:
+        """Return the comments of options that were not translated, each followed by the option's name."""
+        lines = [
+            f"{line}  [{name}]"
+            for name, lines in self.above.items()
+            if name not in translated
+            for line in lines
+            if name
+        ]
+        return lines + [f"{line}  [{name}]" for name, line in self.inline.items() if name not in translated]
+
+
+def _is_table(value: Any) -> bool:
+    """Return True for a table or a list with tables."""
+    return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
+
+
+def as_file(head: list[str], values: Values, comments: Comments | None = None) -> str:
+    """Format options by section in their usual order, with `head` above them and comments where they were."""
+    comments = comments or Comments()
+    ordered = {key: values[key] for key in options() if key in values}
+    sections = dict.fromkeys(key.rpartition(".")[0] for key in ordered)
+    lines = [*comments.head, *(f"# {line}" for line in head), *comments.without_option({*ordered, *sections})]
+    for section in sections:
+        comment = comments.inline.get(section, "")
+        lines += ["", *comments.above.get(section, []), f"[{section}]  {comment}".rstrip()]
+        of_section = {key: value for key, value in ordered.items() if key.rpartition(".")[0] == section}
+        for key, value in sorted(of_section.items(), key=lambda pair: _is_table(pair[1])):
+            lines += comments.above.get(key, [])
+            if _is_table(value):  # a separate table, after the plain values
+                lines += _tables(key, value)
+            else:
+                text = tomli_w.dumps({key.rpartition(".")[2]: value}).rstrip()
+                lines += [f"{text}  {comments.inline.get(key, '')}".rstrip()]
+    return "\n".join([*lines, *comments.above.get("", [])])
+
+
+def _tables(key: str, value: Any) -> list[str]:
+    """Format a table, or a list of tables with a header each.
+
+    As one line of its section the list would need that section open, and another table may have ended it.
+    """
+    if isinstance(value, dict):
+        return ["", tomli_w.dumps(nest({key: value})).rstrip()]
+    texts = (tomli_w.dumps(nest({key: item})).rstrip().removeprefix(f"[{key}]\n") for item in value)
+    return [line for text in texts for line in ("", f"[[{key}]]", text)]

@@ -16,7 +16,7 @@ from torchtitan.datasets.samples import global_sample_numbers
 from torchtitan.losses.objective import IGNORE_INDEX, Batch
 from torchtitan.models.dropout import record_lengths, token_keys
 from torchtitan.optimizers.build import Optimizers
-from torchtitan.parallelisms.expert_balance import LoadBalancing
+from torchtitan.parallelisms.expert_parallel import LoadBalancing
 from torchtitan.parallelisms.parallel_model import ParallelModel
 
 SAMPLES, SEQ_LEN, CLASSES = 8, 24, 4

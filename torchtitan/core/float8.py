@@ -11,9 +11,9 @@ from typing import NamedTuple
 import torch
 import torch.nn.functional as F
 
-from torchtitan.core.constraints import FLOAT8_MULTIPLE
+from torchtitan.core.errors import FLOAT8_MULTIPLE
 from torchtitan.core.fused import Fused
-from torchtitan.torch_internals.operators import scaled_mm
+from torchtitan.torch_internals.dispatch import scaled_mm
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 SMALLEST = 2.0**-100

@@ -21,17 +21,17 @@ PLUGINS: dict[str, dict[str, str]] = {
     SECTIONS: {"adapter.neurocache": "torchtitan.plugins.neurocache.options:NeurocacheOptions"},
     RULES: {"neurocache": "torchtitan.plugins.neurocache.rules"},
     COMMANDS: {"import": "torchtitan.plugins.importers.command:main"},
-    PARSERS: {"import": "torchtitan.plugins.importers.command_line:import_parser"},
+    PARSERS: {"import": "torchtitan.plugins.importers.command:import_parser"},
     COMMAND_OPTIONS: {
         "--tasks": "torchtitan.plugins.eval_tasks.evaluate_tasks",
-        "--upgrade": "torchtitan.plugins.dialects.command",
+        "--upgrade": "torchtitan.plugins.dialects.upgrade",
     },
     DIALECTS: {"older_torchtitan": "torchtitan.plugins.dialects:DIALECT"},
 }
 """By group and name, "module:attribute", or a module. SECTIONS: dataclasses of options, by their place in the job; in
 them TOLD names those that a resume may change. RULES: modules as those of torchtitan/rules/, and with OF_THE_MODEL,
 rules that judge the model alone. COMMANDS: functions that run one of commands/__init__.py; PARSERS: their parsers.
-COMMAND_OPTIONS: modules that an option of a command runs. DIALECTS: see config/dialects.py."""
+COMMAND_OPTIONS: modules that an option of a command runs. DIALECTS: see config/changes.py."""
 
 
 def _folder_of(place: str) -> str:

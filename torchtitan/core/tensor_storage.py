@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from torchtitan.core.initialization import Init, clean_name, draw
+from torchtitan.core.random_draws import Init, clean_name, draw
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
-from torchtitan.datasets import labelled, sources_huggingface, sources_pretokenized, sources_text, token_shards
+from torchtitan.datasets import labelled, token_shards
 from torchtitan.datasets.record_format import LabelledFields, RecordReader
-from torchtitan.datasets.sources import DataError, Source
-from torchtitan.datasets.sources_tables import saved_split
+from torchtitan.datasets.sources import DataError, Source, files, pretokenized, tables
+from torchtitan.datasets.sources.tables import saved_split
 
 
 class Dataset(NamedTuple):
@@ -36,8 +36,8 @@ def open_hub_dataset(name: str, split: str, path: str | None, record_reader: Rec
             "owner/name:configuration), a local folder of one, or one that save_to_disk wrote"
         )
     if os.path.isdir(path) and (folder := saved_split(path, split)):
-        return sources_text.open_text_files(folder, record_reader)
-    return sources_huggingface.HubDataset(name, path, split, record_reader)
+        return files.open_text_files(folder, record_reader)
+    return tables.HubDataset(name, path, split, record_reader)
 
 
 def _hub_dataset(name: str, split: str) -> Dataset:
@@ -54,19 +54,19 @@ def _generated(open_text: Callable[..., Source]) -> Dataset:
 
 
 BUILT_IN = {
-    "python_stdlib": Dataset(sources_text.python_stdlib),
-    "python_stdlib_validation": Dataset(sources_text.python_stdlib_validation),
-    "text": Dataset(sources_text.text, sources_text.open_text_files, labelled.open_labelled_files),
+    "python_stdlib": Dataset(files.python_stdlib),
+    "python_stdlib_validation": Dataset(files.python_stdlib_validation),
+    "text": Dataset(files.text, files.open_text_files, labelled.open_labelled_files),
     "sentiment": _generated(labelled.sentiment),
     "sentiment_validation": _generated(labelled.sentiment_validation),
     "tokens": Dataset(token_shards.tokens),
-    "pretokenized": Dataset(sources_pretokenized.pretokenized),
-    "pretokenized_validation": Dataset(sources_pretokenized.pretokenized_validation),
+    "pretokenized": Dataset(pretokenized.pretokenized),
+    "pretokenized_validation": Dataset(pretokenized.pretokenized_validation),
     "huggingface": _hub_dataset("huggingface", "train"),
     "huggingface_validation": _hub_dataset("huggingface_validation", "validation"),
-    "c4": Dataset(sources_huggingface.c4),
-    "c4_validation": Dataset(sources_huggingface.c4_validation),
-    "c4_test": Dataset(sources_huggingface.c4_test),
+    "c4": Dataset(tables.c4),
+    "c4_validation": Dataset(tables.c4_validation),
+    "c4_test": Dataset(tables.c4_test),
 }
 DATASETS: Registry[Dataset] = Registry(
     "torchtitan.datasets",

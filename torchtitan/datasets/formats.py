@@ -12,7 +12,7 @@ from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
-from torchtitan.core.constraints import LimitError
+from torchtitan.core.errors import LimitError
 from torchtitan.datasets.messages import LIST_OF_TABLES, MessageReader, as_list, is_messages, is_segments, parsed
 from torchtitan.datasets.sources import REMEDY, Chat, DataError, Document, Span
 

@@ -31,7 +31,7 @@ from torchtitan.datasets.sources import (
     find_files,
     missing_package,
 )
-from torchtitan.datasets.sources_tables import SAVE_TO_DISK_FILES, check_row_length, saved_split
+from torchtitan.datasets.sources.tables import SAVE_TO_DISK_FILES, check_row_length, saved_split
 
 SUFFIXES = (".jsonl", ".jsonl.gz", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 LARGEST = 2**31

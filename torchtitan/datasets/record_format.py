@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from torchtitan.core.constraints import LimitError
+from torchtitan.core.errors import LimitError
 from torchtitan.datasets.formats import (
     ALPACA,
     CONTEXT_FIELDS,

@@ -14,11 +14,11 @@ from typing import Literal, TypeVar
 import numpy as np
 import torch
 
-from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.sample_packing import Packing, PackReader
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.streams import (
     Cursor,
+    Mixture,
     StreamPacker,
     Streams,
 )

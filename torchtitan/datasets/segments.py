@@ -18,8 +18,7 @@ from torchtitan.datasets.position import VERSION, check_same_data
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.shuffle import key, permute
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.token_shards import TokenReader, TokenShards
-from torchtitan.datasets.verification import Verification
+from torchtitan.datasets.token_shards import TokenReader, TokenShards, Verification
 
 logger = logging.getLogger(__name__)
 Batch = dict[str, torch.Tensor]

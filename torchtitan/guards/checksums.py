@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.core.initialization import clean_name, local_part
+from torchtitan.core.random_draws import clean_name, local_part
 from torchtitan.process import distributed
 from torchtitan.process.host import host
 

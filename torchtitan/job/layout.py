@@ -10,11 +10,10 @@ from typing import Literal
 
 from torchtitan.config.sections.model import Compile, Parallelism
 from torchtitan.config.sections.training import Task, Training, Validation
-from torchtitan.core.constraints import LimitError
-from torchtitan.core.errors import JobError
+from torchtitan.core.errors import JobError, LimitError
 from torchtitan.losses.tasks import rows_per_sample
 from torchtitan.parallelisms import degrees
-from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.degrees import ParallelDims
 from torchtitan.parallelisms.pipeline.cut import check_stages, choose_num_stages, num_microbatches, split_layers
 
 Section = Literal["training", "validation"]

@@ -6,12 +6,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.config.options import show
-from torchtitan.config.sections.adapter import Adapter
 from torchtitan.config.sections.field_types import Precision
-from torchtitan.config.sections.model import Model
+from torchtitan.config.sections.model import Adapter, Model
 from torchtitan.config.sections.training import Task, Training
-from torchtitan.core.constraints import LimitError
-from torchtitan.core.errors import JobError
+from torchtitan.core.errors import JobError, LimitError
 from torchtitan.datasets.record_format import LabelledFields
 from torchtitan.job.overrides import checked_sizes
 from torchtitan.losses.tasks import TaskSpec, task_of

@@ -6,8 +6,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from torchtitan.config.options import describe, fits, hint, show
-from torchtitan.core.constraints import LimitError
-from torchtitan.core.errors import JobError
+from torchtitan.core.errors import JobError, LimitError
 from torchtitan.models import apply_overrides, table_type
 
 KEY = "model.overrides"

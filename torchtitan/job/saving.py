@@ -6,10 +6,10 @@ from pathlib import Path
 from typing import Literal
 
 from torchtitan.checkpoint import base_weights
+from torchtitan.checkpoint.base_weights import tokenization_version
 from torchtitan.checkpoint.folders import Metric
-from torchtitan.checkpoint.tokenization import tokenization_version
-from torchtitan.config.sections.adapter import Adapter
 from torchtitan.config.sections.field_types import Precision
+from torchtitan.config.sections.model import Adapter
 from torchtitan.config.sections.run import Checkpoint
 from torchtitan.config.sections.run import Job as Run
 from torchtitan.config.sections.training import Data, Training
@@ -51,7 +51,7 @@ class JobSaving:
 
     @cached_property
     def tokenization_version(self) -> int:
-        """The version of the rules of tokenization, see checkpoint/tokenization.py."""
+        """The version of the rules of tokenization, see checkpoint/base_weights.py."""
         return tokenization_version(self.data, self.checkpoint, self.run)
 
     @property

@@ -4,11 +4,11 @@ from dataclasses import dataclass
 from functools import cached_property
 
 from torchtitan.checkpoint.base_weights import schedule_start
-from torchtitan.config.sections.adapter import Adapter
+from torchtitan.config.sections.model import Adapter
 from torchtitan.config.sections.run import Checkpoint, Metrics
 from torchtitan.config.sections.training import LRScheduler, Training, Validation
 from torchtitan.core.cadence import Cadence, cadence_of
-from torchtitan.core.constraints import check_measured_saves
+from torchtitan.core.errors import check_measured_saves
 from torchtitan.lr_schedules import LRSchedule, schedule_of
 
 

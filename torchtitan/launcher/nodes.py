@@ -11,8 +11,7 @@ from dataclasses import dataclass
 from ipaddress import ip_address
 
 from torchtitan.core.errors import JobError
-from torchtitan.process.network import ipv4_of, ipv6_rows, require_interfaces
-from torchtitan.process.ranks import set_default
+from torchtitan.process.ranks import ipv4_of, ipv6_rows, require_interfaces, set_default
 
 
 @dataclass(frozen=True)

@@ -23,9 +23,8 @@ from pathlib import Path
 from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError
 from torchtitan.launcher.hangs import respond_to_launcher
-from torchtitan.launcher.lock import hold_lock, this_process
 from torchtitan.launcher.processes import StopRequests
-from torchtitan.launcher.run_folder import LOGS_FOLDER, empty_folder
+from torchtitan.launcher.run_folder import LOGS_FOLDER, empty_folder, hold_lock, this_process
 from torchtitan.metrics.run_end import RunEnd, describe_last_end, record_end
 from torchtitan.process.exit import die_with_parent, stop_signals
 from torchtitan.process.ranks import Ranks, read_ranks, slurm_job

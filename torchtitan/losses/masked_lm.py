@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from torchtitan.core.keyed_rng import STRIDES, of_tokens, scrambled
+from torchtitan.core.random_draws import STRIDES, of_tokens, scrambled
 from torchtitan.losses.objective import IGNORE_INDEX
 
 MASKED, RANDOM = 0.8, 0.1

@@ -22,10 +22,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.utils.checkpoint import checkpoint
 
-from torchtitan.losses.chunks import auto_chunks
-from torchtitan.torch_internals.autograd import graph_task_keeps_graph
+from torchtitan.losses.tasks import auto_chunks
 from torchtitan.torch_internals.collectives import reduce_over_mesh
-from torchtitan.torch_internals.modules import has_hooks, local_parameters
+from torchtitan.torch_internals.dispatch import graph_task_keeps_graph, has_hooks, local_parameters
 
 Batch = Mapping[str, torch.Tensor]
 IGNORE_INDEX = -100

@@ -1,4 +1,4 @@
-"""The tasks that a job can train for, by name, each with its objective. No torch."""
+"""The tasks that a job can train for, by name, each with its objective, and the chunks of their loss. No torch."""
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
@@ -82,3 +82,16 @@ def mask_token(special_tokens: Collection[str], chosen_token: str | None) -> str
     shown = ", ".join(list(special_tokens)[:8]) or "none"
     more = " ..." * (len(special_tokens) > 8)
     raise JobError(f"{fault} the special tokens of the tokenizer, which are {shown}{more}")
+
+
+CHUNK_BYTES = {"cpu": 2**29, "cuda": 2**30}
+"""Limit of a chunk's float32 logits, by type of device; others have cuda's.
+
+Each chunk reads and writes the head's gradient once, and while it is computed its logits exist two to three times.
+"""
+
+
+def auto_chunks(rows: int, width: int, device_type: str) -> int:
+    """Return the number of chunks, at least 1, that keeps float32 logits [rows, width] within CHUNK_BYTES each."""
+    rows_of_chunk = max(1, CHUNK_BYTES.get(device_type, CHUNK_BYTES["cuda"]) // max(1, 4 * width))
+    return max(1, -(-rows // rows_of_chunk))

@@ -11,9 +11,9 @@ from types import TracebackType
 import torch
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from torchtitan.core.constraints import check_snapshots, check_window
+from torchtitan.core.errors import check_snapshots, check_window
 from torchtitan.core.hardware import find_hardware
-from torchtitan.core.initialization import local_part
+from torchtitan.core.random_draws import local_part
 from torchtitan.torch_internals import memory
 
 GIB = 2**30

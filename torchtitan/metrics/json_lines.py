@@ -78,7 +78,7 @@ def iterate_records(path: Path) -> Iterator[Record]:
 
 
 def read_records(path: Path) -> list[Record]:
-    """Return all records of a metrics.jsonl; of a long run they take gigabytes (thinning.py reads any in little)."""
+    """Return all records of a metrics.jsonl; of a long run they take gigabytes (curves.py reads any in little)."""
     return list(iterate_records(path))
 
 

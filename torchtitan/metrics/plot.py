@@ -7,10 +7,9 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.core.errors import JobError
+from torchtitan.metrics.curves import EXTREME, read_thinned, smoothed_losses, smoothed_over
 from torchtitan.metrics.json_lines import END, Record, is_finite
 from torchtitan.metrics.run_end import end_of
-from torchtitan.metrics.smoothing import smoothed_losses, smoothed_over
-from torchtitan.metrics.thinning import EXTREME, read_thinned
 
 FORMATS = (".svg", ".png")
 INK, GREY, RULE, STOP = "#1f2937", "#6b7280", "#e5e7eb", "#b91c1c"

@@ -14,7 +14,7 @@ from typing import Literal, Protocol
 import torch
 from torch import nn
 
-from torchtitan.core.initialization import Constant, Init, Normal
+from torchtitan.core.random_draws import Constant, Init, Normal
 from torchtitan.models.attention import AttentionKernel, SharedInputs
 from torchtitan.models.dropout import Dropout, DropoutKernel, EmbeddingNoise, layer_keys
 from torchtitan.models.layers import RMSNorm, SwiGLU, autocast_dtype

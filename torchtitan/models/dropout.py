@@ -20,7 +20,7 @@ from torch import nn
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.fused import Fused, pieces
-from torchtitan.core.keyed_rng import STRIDES, of_tokens, scramble_int32_, scrambled
+from torchtitan.core.random_draws import STRIDES, of_tokens, scramble_int32_, scrambled
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.parallelisms.sequence_layout import Tokens

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.core.foreign_files import DeclaredKeys, agreed_value
+from torchtitan.core.files import DeclaredKeys, agreed_value
 from torchtitan.models.hf.config import (
     CONFIG,
     StoredTensor,

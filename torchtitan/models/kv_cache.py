@@ -2,6 +2,8 @@
 
 It works for any causal decoder: the blocks get a kernel that caches keys and values, and the model itself does not
 change.
+
+A decoder reads growing sequences, through the cache or as the memory of the model reads them.
 """
 
 from collections.abc import Iterator
@@ -13,7 +15,7 @@ from torch import nn
 from torchtitan.models.attention import AttentionKernel, Mask
 from torchtitan.models.decoder import Decoder
 from torchtitan.parallelisms.sequence_layout import Tokens
-from torchtitan.torch_internals.modules import local_parameters
+from torchtitan.torch_internals.dispatch import local_parameters
 
 TRANSPOSED_ROWS = 512
 """Rows of a matrix that are transposed at once: three times as fast as all together."""
@@ -142,3 +144,28 @@ class CachedDecoder:
         """Read ids [1, S] after the first `num_cached`, which are cached -> logits [1, S - num_cached, V]."""
         positions = torch.arange(num_cached, ids.shape[1], device=ids.device)[None]
         return self.model(ids[:, num_cached:], positions=positions)
+
+
+def context_of(model: Decoder, seq_len: int) -> int:
+    """Return the maximum number of tokens of a sequence that a model reads, in segments if it has a memory."""
+    memory = getattr(model, "memory", None)
+    return seq_len if memory is None else memory.context
+
+
+def reader_for(model: Decoder, seq_len: int) -> tuple[CachedDecoder, int]:
+    """Return the incremental reader of a model, and the maximum number of tokens that it reads."""
+    memory = getattr(model, "memory", None)
+    reader = CachedDecoder(model) if memory is None else memory.reader(model, seq_len)
+    return reader, context_of(model, seq_len)
+
+
+@contextmanager
+def incremental_reader(model: Decoder, seq_len: int) -> Iterator[tuple[CachedDecoder, int]]:
+    """Yield `reader_for`, and afterwards prepare the model for full batches again."""
+    kernels = list(model.kernels)
+    try:
+        yield reader_for(model, seq_len)
+    finally:
+        model.set_attention_kernels(kernels)
+        if model.memory is not None:
+            model.memory.end_reading()

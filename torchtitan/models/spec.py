@@ -21,7 +21,7 @@ from torchtitan.models.hf.config import CONFIG
 from torchtitan.models.hf.load import StoredWeights, load_weights, raise_mismatches
 from torchtitan.models.hf.names import TensorMap
 from torchtitan.models.hf.save import SHARD_BYTES, save_file, save_folder
-from torchtitan.parallelisms.expert_balance import LoadBalancing
+from torchtitan.parallelisms.expert_parallel import LoadBalancing
 from torchtitan.parallelisms.plan import ParallelPlan
 
 
@@ -124,7 +124,7 @@ class ModelSpec:
     plan: ParallelPlan
     hf: HuggingFace
     flops_per_token: Callable[[Any, int], FlopsPerToken]  # (args, seq_len)
-    balance: LoadBalancing | None = None  # of a family with experts, as models/moe/balance.py has it
+    balance: LoadBalancing | None = None  # of a family with experts, as models/moe/router.py has it
 
 
 MODELS: Registry[ModelSpec] = Registry(GROUP, FAMILIES, Family, lambda family: resolve_name(family.spec))

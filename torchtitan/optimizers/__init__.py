@@ -10,9 +10,8 @@ from pydantic import Field
 
 from torchtitan.config.options import Option
 from torchtitan.core.registry import Registry
-from torchtitan.optimizers import state_sizes
-from torchtitan.optimizers.spec import SHARED, TORCHS, OptimizerSpec
-from torchtitan.optimizers.state_sizes import LAYER_MATRICES
+from torchtitan.optimizers import spec
+from torchtitan.optimizers.spec import LAYER_MATRICES, SHARED, TORCHS, OptimizerSpec
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 _UNFUSED = {implementation: flags for implementation, flags in TORCHS.items() if implementation != "fused"}
@@ -56,7 +55,7 @@ _built_in = {
             "clip": Option(Annotated[float, Field(gt=0)], 1.0, "Longest a change may be, as a root of mean squares."),
         },
         state=_by_shape,
-        state_size=state_sizes.adafactor,
+        state_size=spec.adafactor,
         sums=True,
     ),
     "Adam": OptimizerSpec(make="torchtitan.optimizers.build:adam", **_adam),
@@ -65,11 +64,11 @@ _built_in = {
         make="torchtitan.optimizers.by_parameter:AdamW8bit",
         shared=SHARED,
         state=_by_shape,
-        state_size=state_sizes.adam_8bit,
+        state_size=spec.adam_8bit,
         sums=True,
     ),
     "AdamWBF16": OptimizerSpec(
-        make="torchtitan.optimizers.adamw_bf16:AdamWBF16",
+        make="torchtitan.optimizers.by_parameter:AdamWBF16",
         shared=SHARED,
         options={
             "rounding": Option(
@@ -81,7 +80,7 @@ _built_in = {
         state=lambda options: 3 if options["rounding"] == "kahan" else 2,
     ),
     "APOLLO": OptimizerSpec(
-        make="torchtitan.optimizers.apollo:APOLLO",
+        make="torchtitan.optimizers.galore:APOLLO",
         shared=SHARED,
         options={
             "rank": Option(Rank, 128, "Directions that moments are kept in."),
@@ -92,7 +91,7 @@ _built_in = {
         },
         needs_names=True,
         state=_by_shape,
-        state_size=state_sizes.apollo,
+        state_size=spec.apollo,
         sums=True,
     ),
     "GaLore": OptimizerSpec(
@@ -125,7 +124,7 @@ _built_in = {
         },
         needs_names=True,
         state=_by_shape,
-        state_size=state_sizes.galore,
+        state_size=spec.galore,
         measures=("basis_energy", "basis_overlap"),
         sums=True,
         excluded=_one_sided,
@@ -152,7 +151,7 @@ _built_in = {
         },
         needs_names=True,
         state=_by_shape,
-        state_size=state_sizes.muon,
+        state_size=spec.muon,
         sums=True,
     ),
     "SGD": OptimizerSpec(

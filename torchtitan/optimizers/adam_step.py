@@ -13,12 +13,11 @@ from typing import Any, NamedTuple, TypeVar, cast
 
 import torch
 
-from torchtitan.core import keyed_rng
+from torchtitan.core import random_draws
 from torchtitan.core.fused import NEVER, Fused
 from torchtitan.optimizers import moments
-from torchtitan.optimizers.layout import Layout, local
+from torchtitan.optimizers.layout import ON_CPU, Index, Layout, local, piece_size, pieces
 from torchtitan.optimizers.moments import BLOCK, Adam, AdamNumbers, Columns, Options, Packed, State
-from torchtitan.optimizers.pieces import ON_CPU, Index, piece_size, pieces
 
 F = TypeVar("F", bound=Callable)
 
@@ -249,9 +248,9 @@ def _rounded(values: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
 def stochastically_rounded(values: torch.Tensor, key: int, offset: tuple[int, ...]) -> torch.Tensor:
     """Round float32 [n, ..] to bfloat16, up with a probability equal to the remainder's share of the gap.
 
-    `key`: see keyed_rng.key_of; `offset`: index of the first element in the full tensor.
+    `key`: see random_draws.key_of; `offset`: index of the first element in the full tensor.
     """
     values = values.float()
-    noise = keyed_rng.hashed(key, offset, values.shape, values.device).bitwise_and_(0xFFFF)
+    noise = random_draws.hashed(key, offset, values.shape, values.device).bitwise_and_(0xFFFF)
     lifted = (values.view(torch.int32) + noise.int()).bitwise_and_(-0x10000)  # bfloat16 is the upper half of float32
     return torch.where(values.isfinite(), lifted.view(torch.float32), values).to(torch.bfloat16)

@@ -11,7 +11,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import clean_name
+from torchtitan.core.random_draws import clean_name
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import OptimizerSpec
 

@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch.optim import Optimizer
 
+from torchtitan.core.random_draws import key_of
 from torchtitan.optimizers import adam_step, moments
 from torchtitan.optimizers.adam_step import Addition, step_by_adam
 from torchtitan.optimizers.layout import Layout, local
@@ -94,3 +95,21 @@ class AdamW8bit(ByMoments):
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, **options: float) -> None:
         super().__init__(groups, lr=lr, **options)
+
+
+class AdamWBF16(ByParameter):
+    adam = Adam()
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, rounding: str, **options: float) -> None:
+        super().__init__(groups, lr=lr, **options)
+        self.rounding = rounding
+
+    def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
+        begin_moments(self.adam, parameter, state, group)
+        if self.rounding == "stochastic":
+            addition = Addition(key=key_of(f"{name}/{state['step'] + 1}"))
+        else:
+            if "lost" not in state:
+                state["lost"] = Layout.of(parameter).zeros(parameter.dtype, parameter.device)
+            addition = Addition(lost=local(state["lost"]))
+        step_by_adam(self.adam, parameter, state, group, decay_of(group), addition)

@@ -8,6 +8,11 @@ as projecting them would save nothing.
 
 `residual = "fira"` (arXiv:2410.01623) also applies the part of the gradient outside the subspace. Each of its rows or
 columns is scaled by the ratio of update to gradient norm that the moments gave the projected row or column.
+
+APOLLO (arXiv:2412.05270) scales the raw gradient by factors from Adam's moments of a random projection. There is one
+factor for each row or column of a matrix. The projection needs no singular vectors and no state: it is a function of
+the matrix's name and the number of the refresh. `per = "tensor"` has one factor for the full matrix, where a rank of 1
+suffices (APOLLO-Mini; its scale is sqrt(128)).
 """
 
 import logging
@@ -17,7 +22,7 @@ from zlib import crc32
 
 import torch
 
-from torchtitan.core import keyed_rng
+from torchtitan.core import random_draws
 from torchtitan.core.errors import JobError
 from torchtitan.optimizers import moments
 from torchtitan.optimizers import projection as bases
@@ -25,7 +30,7 @@ from torchtitan.optimizers.by_parameter import ByParameter, add, decay_of, gradi
 from torchtitan.optimizers.layout import Layout, by_owners
 from torchtitan.optimizers.moments import Moments, Options, State
 from torchtitan.optimizers.projection import Projection, limited
-from torchtitan.optimizers.state_sizes import sides, sides_under_plan
+from torchtitan.optimizers.spec import sides, sides_under_plan
 
 logger = logging.getLogger(__name__)
 
@@ -152,7 +157,7 @@ class GaLore(ByParameter):
         )
 
         def noise(shape: tuple[int, ...]) -> torch.Tensor:
-            return keyed_rng.normal(key, (0,) * len(shape), shape, full_gradient.device)
+            return random_draws.normal(key, (0,) * len(shape), shape, full_gradient.device)
 
         basis = bases.fit(self.options["basis"], full_gradient, side, self.options["rank"], previous, noise)
         return basis.to(task.parameter.dtype)
@@ -257,3 +262,51 @@ class GaLore(ByParameter):
 
 def _named_parameters(group: Options) -> Iterable[tuple[str, torch.Tensor]]:
     return zip(group["param_names"], group["params"], strict=True)
+
+
+class APOLLO(ByParameter):
+    adam = moments.Adam()
+
+    def __init__(self, groups: list[dict[str, Any]], lr: float, **options: Any) -> None:
+        self.options = options
+        super().__init__(groups, lr=lr, **{key: options[key] for key in ("beta1", "beta2", "eps")})
+
+    def update(self, name: str, parameter: torch.Tensor, state: State, group: Options) -> None:
+        side = sides(name, tuple(parameter.shape), self.options)
+        if not side:
+            plain_step(self.adam, parameter, state, group)
+            return
+        projection = self.projection(name, parameter, state.get("step", 0) // self.options["update_gap"], side[0])
+        if not state:
+            state["norm"] = torch.zeros((), device=parameter.device)
+            self.adam.begin(state, projection.low, group, parameter.dtype, parameter.device)
+        gradient = gradient_of(parameter)
+        low = projection.down(gradient)
+        direction = self.adam.change(low, projection.low, state, group, 1.0)
+        step = gradient * self.stretch(direction, low, projection)
+        add(
+            parameter,
+            limited(step, projection.layout, state, "norm"),
+            decay_of(group),
+            -group["lr"] * self.options["scale"],
+        )
+
+    def projection(self, name: str, parameter: torch.Tensor, refresh: int, side: str) -> Projection:
+        """Return a random projection of a matrix [m, n] to [m, rank] or [rank, n].
+
+        It is normal with variance 1 / rank, which preserves norms on average.
+        """
+        rank, (rows, columns) = self.options["rank"], parameter.shape
+        shape = (rows, rank) if side == "left" else (rank, columns)
+        basis = random_draws.normal(f"{name}/{refresh}", (0, 0), shape, parameter.device) / rank**0.5
+        return Projection(Layout.of(parameter), **{side: basis})
+
+    def stretch(self, direction: torch.Tensor, low: torch.Tensor, projection: Projection) -> torch.Tensor:
+        """Return the ratio of the norms of `direction` and `low`: a scalar, or [m, 1] or [1, n] per channel.
+
+        Both are this rank's shards of projected tensors.
+        """
+        if self.options["per"] == "channel":
+            return projection.factors(direction, low)
+        after, before = (projection.low.summed(tensor.square().sum()).sqrt() for tensor in (direction, low))
+        return torch.where(before > 0, after / before, 0)

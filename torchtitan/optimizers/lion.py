@@ -9,9 +9,8 @@ import torch
 
 from torchtitan.core.fused import NEVER, Fused
 from torchtitan.optimizers.by_parameter import ByParameter, decay_of
-from torchtitan.optimizers.layout import local
+from torchtitan.optimizers.layout import local, piece_size, pieces
 from torchtitan.optimizers.moments import Options, State
-from torchtitan.optimizers.pieces import piece_size, pieces
 
 
 class Lion(ByParameter):

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from torchtitan.core.fused import NEVER, Fused
 from torchtitan.optimizers.layout import Layout, local
-from torchtitan.optimizers.state_sizes import BLOCK, SMALLEST
+from torchtitan.optimizers.spec import BLOCK, SMALLEST
 from torchtitan.torch_internals.dispatch import unset_fake_temporarily
 
 

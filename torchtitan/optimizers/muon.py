@@ -19,7 +19,7 @@ from torchtitan.optimizers import moments
 from torchtitan.optimizers.by_parameter import ByParameter, add, decay_of, gradient_of, plain_step
 from torchtitan.optimizers.layout import Layout, by_owners, local
 from torchtitan.optimizers.moments import Options, State
-from torchtitan.optimizers.state_sizes import is_target_matrix
+from torchtitan.optimizers.spec import is_target_matrix
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 ITERATIONS = 5

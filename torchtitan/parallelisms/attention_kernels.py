@@ -12,7 +12,7 @@ import math
 import torch
 import torch.nn.functional as F
 
-from torchtitan.torch_internals import operators
+from torchtitan.torch_internals import dispatch
 
 MASKED_SCORE = -1e30
 """Added to masked scores. It is not -inf, because a row without visible keys in one region would become NaN. Its output
@@ -58,16 +58,16 @@ def block_forward(
     """
     kernel, width = kernel_for(q, bias), v.shape[-1]
     if kernel == "cpu":
-        out, logsumexp = operators.attention_for_cpu(
+        out, logsumexp = dispatch.attention_for_cpu(
             q, k, _pad_to_width(v, k), 0.0, causal and bias is None, attn_mask=bias
         )
         return out[..., :width], logsumexp, ()
     if kernel == "flash":
-        out, logsumexp, _, _, _, _, *random_state, _ = operators.flash_attention(q, k, _pad_to_width(v, k), 0.0, causal)
+        out, logsumexp, _, _, _, _, *random_state, _ = dispatch.flash_attention(q, k, _pad_to_width(v, k), 0.0, causal)
         return out[..., :width], logsumexp, tuple(random_state)
     k, v = _repeat_heads(q, k, v)
     if kernel == "efficient":
-        out, logsumexp, *random_state = operators.efficient_attention(
+        out, logsumexp, *random_state = dispatch.efficient_attention(
             q, k, v, _aligned(q, bias), True, 0.0, causal and bias is None
         )
         return out, logsumexp[..., : q.shape[2]], tuple(random_state)  # the kernel pads it to a multiple of 32
@@ -96,13 +96,13 @@ def block_backward(
     if kernel in ("cpu", "flash"):
         grad, v, out = (_pad_to_width(x, k) for x in (grad, v, out))
     if kernel == "cpu":
-        grad_q, grad_k, grad_v = operators.attention_for_cpu_backward(
+        grad_q, grad_k, grad_v = dispatch.attention_for_cpu_backward(
             grad, q, k, v, out, logsumexp, 0.0, causal and bias is None, attn_mask=bias
         )
         return grad_q, grad_k, grad_v[..., :width]
     if kernel == "flash":
         lengths = (None, None, q.shape[2], k.shape[2])  # None: samples of equal length
-        grad_q, grad_k, grad_v = operators.flash_attention_backward(
+        grad_q, grad_k, grad_v = dispatch.flash_attention_backward(
             grad, q, k, v, out, logsumexp, *lengths, 0.0, causal, *extras
         )
         return grad_q, grad_k, grad_v[..., :width]
@@ -111,7 +111,7 @@ def block_backward(
     if kernel == "efficient":
         # padded to a multiple of 32 with infinity, so that these rows get no weight
         filled = F.pad(logsumexp, (0, -q.shape[2] % 32), value=math.inf)
-        grad_q, grad_k, grad_v, _ = operators.efficient_attention_backward(
+        grad_q, grad_k, grad_v, _ = dispatch.efficient_attention_backward(
             grad, q, k, v, _aligned(q, bias), out, filled, *extras, 0.0, [True, True, True, False],
             causal and bias is None,
         )  # fmt: skip

@@ -8,7 +8,7 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
-from torchtitan.torch_internals import operators
+from torchtitan.torch_internals import dispatch
 
 ROW = 4096
 Ranks = tuple[tuple[int, ...], ...]
@@ -58,7 +58,7 @@ def clip_gradients(
         factor = torch.clamp(max_norm / (total + 1e-6), max=1.0)  # the constant of torch's clip_grad_norm_
         local = [_local(grad) for grad, _ in grads]
         if local:
-            operators.foreach_mul_(local, factor.to(local[0].device))
+            dispatch.foreach_mul_(local, factor.to(local[0].device))
     return total
 
 
@@ -69,7 +69,7 @@ def _norms(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
     clipping applies it to every weight. By rows it is 1e-9.
     """
     if tensors[0].device.type != "cpu":
-        return operators.foreach_norm(tensors)
+        return dispatch.foreach_norm(tensors)
     return [_norm_by_rows(tensor.flatten()) for tensor in tensors]
 
 

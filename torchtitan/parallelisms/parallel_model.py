@@ -18,14 +18,13 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
-from torchtitan.core.initialization import clean_name, initialize
+from torchtitan.core.random_draws import clean_name, initialize
 from torchtitan.core.tensor_storage import draw_stores
 from torchtitan.parallelisms.context_parallel import build_layout, gather_sequence, shard_sequence
 from torchtitan.parallelisms.data_parallel import fsdp_modules, set_last_microbatch
-from torchtitan.parallelisms.expert_balance import ExpertBalance, LoadBalancing
-from torchtitan.parallelisms.float8_gather import gather_in_float8
+from torchtitan.parallelisms.degrees import ParallelDims
+from torchtitan.parallelisms.expert_parallel import ExpertBalance, LoadBalancing
 from torchtitan.parallelisms.gradients import clip_gradients
-from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.parallelize import (
     ParallelOptions,
     needs_casts,
@@ -42,6 +41,7 @@ from torchtitan.parallelisms.pipeline.pipeline_parallel import (
     tied_names,
 )
 from torchtitan.parallelisms.plan import ParallelPlan
+from torchtitan.parallelisms.quantized_collectives import gather_in_float8
 from torchtitan.parallelisms.sequence_layout import default_positions
 from torchtitan.parallelisms.steps import require_steps
 from torchtitan.process import distributed

@@ -16,15 +16,15 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from torchtitan.parallelisms.context_parallel import apply_context_parallel
 from torchtitan.parallelisms.data_parallel import apply_data_parallel
+from torchtitan.parallelisms.degrees import ParallelDims
 from torchtitan.parallelisms.expert_parallel import apply_expert_parallel
 from torchtitan.parallelisms.fsdp_messages import may_gather_float8
-from torchtitan.parallelisms.parallel_dims import ParallelDims
 from torchtitan.parallelisms.pipeline.overlap.segments import RecomputePolicy
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
 from torchtitan.parallelisms.region_attention import attend_by_regions
 from torchtitan.parallelisms.steps import same_notes
 from torchtitan.parallelisms.tensor_parallel import apply_tensor_parallel, enable_async_tensor_parallel
-from torchtitan.torch_internals import collectives, operators
+from torchtitan.torch_internals import collectives, dispatch
 from torchtitan.torch_internals.compiler import (
     allow_side_effects_in_recomputation,
     set_memory_budget,
@@ -139,15 +139,15 @@ SAVED_OPS = {
     op.default
     for op in (
         torch.ops.aten.topk,  # a router's choice, which must not change in the recomputation
-        operators.grouped_mm,
+        dispatch.grouped_mm,
         torch.ops.aten.mm,
         torch.ops.aten.addmm,
         torch.ops.aten.bmm,
-        operators.scaled_mm_operator,
-        operators.flash_attention,
-        operators.attention_for_cpu,
-        operators.efficient_attention,
-        operators.cudnn_attention,
+        dispatch.scaled_mm_operator,
+        dispatch.flash_attention,
+        dispatch.attention_for_cpu,
+        dispatch.efficient_attention,
+        dispatch.cudnn_attention,
         collectives.reduce_scatter_tensor,
         collectives.all_gather_into_tensor,
         collectives.all_reduce,

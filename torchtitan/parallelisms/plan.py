@@ -5,7 +5,7 @@ from fnmatch import fnmatchcase
 
 from torch import nn
 
-from torchtitan.core.initialization import clean_name
+from torchtitan.core.random_draws import clean_name
 
 
 @dataclass(frozen=True, kw_only=True)

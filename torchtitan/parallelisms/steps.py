@@ -16,7 +16,7 @@ from torch import nn
 
 from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.plan import ParallelPlan, declaration_holds, match_blocks
-from torchtitan.torch_internals.modules import has_hooks
+from torchtitan.torch_internals.dispatch import has_hooks
 
 
 class Notes:

@@ -43,7 +43,7 @@ from torchtitan.parallelisms.degrees import (
 from torchtitan.parallelisms.plan import ParallelPlan, get_end_module, match_blocks, match_modules
 from torchtitan.parallelisms.sequence_layout import depends_on_head_index
 from torchtitan.torch_internals import collectives
-from torchtitan.torch_internals.modules import local_parameters
+from torchtitan.torch_internals.dispatch import local_parameters
 
 
 def apply_tensor_parallel(

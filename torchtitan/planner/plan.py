@@ -12,7 +12,7 @@ from torchtitan.config.sections.model import Compile, Parallelism
 from torchtitan.job import ResolvedJob
 from torchtitan.job.layout import JobLayout
 from torchtitan.job.model import JobModel
-from torchtitan.losses.chunks import auto_chunks
+from torchtitan.losses.tasks import auto_chunks
 from torchtitan.models.flops import causal_keys, flops_per_token, latent_flops_per_token, mean_over_layers
 from torchtitan.models.sizes import STACK, Sizes
 from torchtitan.parallelisms.degrees import NEEDS_DEGREE, RINGS, expert_shards

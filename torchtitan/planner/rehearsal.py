@@ -39,7 +39,7 @@ from torchtitan.job.layout import JobLayout
 from torchtitan.job.model import JobModel
 from torchtitan.lr_schedules import CONSTANT
 from torchtitan.models.attention import AttentionKernel
-from torchtitan.models.float8 import Float8Linear
+from torchtitan.models.layers import Float8Linear
 from torchtitan.optimizers.build import Optimizers
 from torchtitan.parallelisms.context_parallel import ContextParallelAttention
 from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
@@ -50,9 +50,8 @@ from torchtitan.process.exit import die_with_parent
 from torchtitan.process.host import host
 from torchtitan.process.machine import shared_memory_obstacle
 from torchtitan.process.ranks import Ranks
-from torchtitan.torch_internals.dispatch import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torchtitan.torch_internals.dispatch import FakeTensor, FakeTensorMode, attention_for_cpu, unset_fake_temporarily
 from torchtitan.torch_internals.fake_world import FakeStore, clear_sharding_prop_cache
-from torchtitan.torch_internals.operators import attention_for_cpu
 from torchtitan.training.batches import zero_batch
 from torchtitan.training.callbacks import CallbackRunner
 from torchtitan.training.engine import Engine

@@ -20,9 +20,8 @@ from torchtitan.core.errors import JobError
 from torchtitan.process import machine
 from torchtitan.process.host import host
 from torchtitan.process.machine import describe_limit, limit_as_share
-from torchtitan.process.network import require_interfaces, use_loopback
-from torchtitan.process.ranks import Launcher, Ranks, likely_device, set_default
-from torchtitan.torch_internals.process_groups import process_groups, set_group_timeout
+from torchtitan.process.ranks import Launcher, Ranks, likely_device, require_interfaces, set_default, use_loopback
+from torchtitan.torch_internals.collectives import process_groups, set_group_timeout
 
 RENDEZVOUS_SHARE = 0.8
 """Fraction of the start's timeout for which a rank waits for the first of several machines."""

@@ -18,8 +18,7 @@ from contextlib import contextmanager
 from fractions import Fraction
 from pathlib import Path
 
-from torchtitan.core.constraints import LimitError
-from torchtitan.core.errors import format_bytes
+from torchtitan.core.errors import LimitError, format_bytes
 
 logger = logging.getLogger(__name__)
 

@@ -17,11 +17,11 @@ from operator import attrgetter
 from typing import Any
 
 from torchtitan.adapters import ADAPTERS, NONE
-from torchtitan.config.dialects import advice
+from torchtitan.config.changes import advice
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError, Fault, hint, show
 from torchtitan.core import plugins
-from torchtitan.core.constraints import LimitError
+from torchtitan.core.errors import LimitError
 from torchtitan.core.plugins import missing_plugin, plugin_entries
 from torchtitan.datasets import DATASETS
 from torchtitan.job import ResolvedJob

@@ -16,7 +16,7 @@ from torchtitan.adapters.targets import (
     with_wildcards,
 )
 from torchtitan.config.options import Fault, show
-from torchtitan.config.sections.adapter import Adapter, Relora
+from torchtitan.config.sections.model import Adapter, Relora
 from torchtitan.core.errors import JobError
 from torchtitan.lr_schedules import CYCLICAL, JAGGED
 from torchtitan.models.sizes import HEAD, linears, parameters, split_side

@@ -23,7 +23,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.launcher.run_folder import find_lost_checkpoints
 from torchtitan.models import CONFIG_CONVERTERS, FROM_HF
 from torchtitan.models.hf.config import CONFIG
-from torchtitan.optimizers.state_sizes import sides, sides_under_plan
+from torchtitan.optimizers.spec import sides, sides_under_plan
 from torchtitan.rules.facts import Facts, Rule
 from torchtitan.rules.optimization import options_of_the_optimizer, sharded_sides, trained_matrices
 from torchtitan.rules.task import PAIRS

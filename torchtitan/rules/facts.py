@@ -9,8 +9,7 @@ from typing import Any
 
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import Fault, option_at, show
-from torchtitan.core.constraints import LimitError
-from torchtitan.core.errors import JobError
+from torchtitan.core.errors import JobError, LimitError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.sample_packing import samples_in_budget, samples_in_epochs, steps_for
 from torchtitan.datasets.token_shards import TokenShards
@@ -87,7 +86,7 @@ class Facts:
         return self.fault(error.option, error.allowed, error.remedy, error.given)
 
     def judged(self, check: Callable[..., object], *args: object, **kwargs: object) -> Iterator[Fault]:
-        """Yield the fault for the `LimitError` that `check` (core/constraints.py or degrees.py) raises, if any."""
+        """Yield the fault for the `LimitError` that `check` (core/errors.py or degrees.py) raises, if any."""
         try:
             check(*args, **kwargs)
         except LimitError as error:

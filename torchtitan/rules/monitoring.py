@@ -9,7 +9,7 @@ from torchtitan.checkpoint.folders import LOSS
 from torchtitan.config.job import trackers_of
 from torchtitan.config.options import Fault, hint, options, show
 from torchtitan.core.cadence import CadenceError, cadence_of
-from torchtitan.core.constraints import check_measured_saves, check_pinned, check_snapshots, check_window
+from torchtitan.core.errors import check_measured_saves, check_pinned, check_snapshots, check_window
 from torchtitan.launcher.run_folder import KNOWN_NAMES, LOGS_FOLDER, find_misplaced
 from torchtitan.metrics.trackers import TRACKERS, entries_of
 from torchtitan.process.machine import limit_in_bytes

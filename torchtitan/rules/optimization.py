@@ -10,12 +10,11 @@ from torchtitan.adapters import NONE
 from torchtitan.adapters.targets import layer_of, target_linears, with_wildcards
 from torchtitan.config.options import Fault, show
 from torchtitan.config.sections.training import Optimizer
-from torchtitan.core.constraints import FLOAT8_MULTIPLE, LimitError
+from torchtitan.core.errors import FLOAT8_MULTIPLE, LimitError
 from torchtitan.lr_schedules import CONSTANT, CYCLICAL, JAGGED, ScheduleError
 from torchtitan.models.sizes import HEAD, STACK, linears, split_side
 from torchtitan.optimizers import OPTIMIZERS
-from torchtitan.optimizers.spec import SHARED
-from torchtitan.optimizers.state_sizes import LAYER_MATRICES, is_target_matrix, sides
+from torchtitan.optimizers.spec import LAYER_MATRICES, SHARED, is_target_matrix, sides
 from torchtitan.rules.facts import Facts, Rule
 
 BACKENDS = ("inductor", "eager", "aot_eager", "cudagraphs")

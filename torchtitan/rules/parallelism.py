@@ -8,7 +8,7 @@ from typing import Any
 
 from torchtitan.config.options import Fault
 from torchtitan.config.sections.model import Parallelism
-from torchtitan.core.constraints import LimitError, check_global_batch
+from torchtitan.core.errors import LimitError, check_global_batch
 from torchtitan.parallelisms import degrees
 from torchtitan.parallelisms.degrees import NEEDS_DEGREE, check_expert_degree, check_num_experts
 from torchtitan.rules.facts import Facts, Rule

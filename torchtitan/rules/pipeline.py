@@ -6,8 +6,7 @@ from importlib import metadata
 
 from torchtitan.config.options import Fault, hint, show
 from torchtitan.config.sections.model import Parallelism
-from torchtitan.core.constraints import LimitError
-from torchtitan.core.errors import JobError
+from torchtitan.core.errors import JobError, LimitError
 from torchtitan.parallelisms.pipeline.actions import INPUT_GRAD, WEIGHT_GRAD, ScheduleTableError, count_stages
 from torchtitan.parallelisms.pipeline.cut import (
     SCHEDULES,

@@ -15,11 +15,11 @@ from torch.distributed.fsdp._fully_shard import (
 )
 
 Unit = _fsdp_param_group.FSDPParamGroup
-"""torch 2.13: a unit, which data_parallel.py and replicas.py change by `replace`."""
+"""torch 2.13: a unit, which data_parallel.py changes by `replace`."""
 Parameter = _fsdp_param.FSDPParam
 """torch 2.13: a parameter of a unit."""
 HSDPMeshInfo = _fsdp_common.HSDPMeshInfo
-"""torch 2.13: the mesh of a unit with replicas, whose process group replicas.py replaces."""
+"""torch 2.13: the mesh of a unit with replicas, whose process group data_parallel.py replaces."""
 DefaultAllGather = _fsdp_collectives.DefaultAllGather
 """torch 2.13: the gather of a unit's parameters, to subclass."""
 DefaultReduceScatter = _fsdp_collectives.DefaultReduceScatter

@@ -24,7 +24,7 @@ from torchtitan.losses.objective import Objective
 from torchtitan.losses.tasks import TaskSpec, mask_token
 from torchtitan.models.decoder import MEMORY_INPUTS
 from torchtitan.models.dropout import record_lengths, token_keys
-from torchtitan.parallelisms.parallel_dims import ParallelDims
+from torchtitan.parallelisms.degrees import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
 

@@ -27,7 +27,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.options import show
 from torchtitan.core.errors import JobError, format_bytes
-from torchtitan.core.initialization import local_part
+from torchtitan.core.random_draws import local_part
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed
 from torchtitan.process.ranks import Ranks

@@ -29,13 +29,13 @@ from torchtitan.config.sections.run import Callbacks, EarlyStop, Metrics, Profil
 from torchtitan.config.sections.training import Validation
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError
-from torchtitan.core.initialization import clean_name
+from torchtitan.core.random_draws import clean_name
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.guards import BadStep, RollBack
 from torchtitan.job import ResolvedJob
 from torchtitan.launcher.run_folder import JOB_FILE, REFERENCE_FILE, RecordedPlan, job_of_step, plan_of_start
 from torchtitan.metrics.json_lines import METRICS, read_records
-from torchtitan.parallelisms.parallel_dims import AXES, ParallelDims
+from torchtitan.parallelisms.degrees import AXES, ParallelDims
 from torchtitan.process.ranks import Ranks
 from torchtitan.training.batches import Batch
 from torchtitan.training.step import CLIPPING, FORWARD_BACKWARD, StepData, StepObserver

@@ -12,7 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchtitan.core.foreign_files import DeclaredKeys, agreed_value
+from torchtitan.core.files import DeclaredKeys, agreed_value
 from torchtitan.datasets.tokenizer.base import TokenizerError, read_content
 from torchtitan.datasets.tokenizer.chat_templates import resolve_template
 

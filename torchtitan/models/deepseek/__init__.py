@@ -9,8 +9,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchtitan.core.constraints import LimitError
-from torchtitan.core.errors import JobError
+from torchtitan.core.errors import JobError, LimitError
 from torchtitan.models.family import NOT_IN_FORWARD, ConfigConverter, Family
 from torchtitan.models.hf.config import (
     check_numbers,

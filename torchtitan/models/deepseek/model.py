@@ -31,7 +31,7 @@ from torchtitan.models.deepseek import CONFIG, DeepseekArgs
 from torchtitan.models.flops import latent_flops_per_token
 from torchtitan.models.hf.names import ATTENTION, EXPERTS, FEED_FORWARD, TensorMap
 from torchtitan.models.layers import RMSNorm, Rotary, ZeroedBuffers, add_once, frequencies, rotate, yarn, yarn_magnitude
-from torchtitan.models.moe import MoEDecoderArgs, balance
+from torchtitan.models.moe import MoEDecoderArgs, router
 from torchtitan.models.moe.layer import MoEBlock
 from torchtitan.models.spec import HuggingFace, ModelSpec
 from torchtitan.parallelisms.plan import ParallelPlan
@@ -253,4 +253,4 @@ def _is_ignored(name: str, args: DeepseekArgs) -> bool:
 HF = HuggingFace(build=Deepseek, tensor_map=tensor_map, config=CONFIG, is_ignored=_is_ignored)
 
 
-SPEC = ModelSpec(build=Deepseek, plan=PLAN, hf=HF, flops_per_token=latent_flops_per_token, balance=balance)
+SPEC = ModelSpec(build=Deepseek, plan=PLAN, hf=HF, flops_per_token=latent_flops_per_token, balance=router)

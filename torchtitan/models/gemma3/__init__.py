@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.core.foreign_files import agreed_value
+from torchtitan.core.files import agreed_value
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import (
     FULL,

@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from torchtitan.core.initialization import Constant, Init, Normal
+from torchtitan.core.random_draws import Constant, Init, Normal
 from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention
 from torchtitan.models.decoder import DECODER_PLAN, AttentionKind, Block, Decoder
 from torchtitan.models.flops import flops_per_token

@@ -17,8 +17,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from torchtitan.core.errors import JobError
-from torchtitan.core.files import FileError, open_file, read_file
-from torchtitan.core.foreign_files import DeclaredKeys, agreed_value
+from torchtitan.core.files import DeclaredKeys, FileError, agreed_value, open_file, read_file
 from torchtitan.models.hf.config_keys import GENERATION_KEYS
 from torchtitan.models.sizes import RopeScaling
 

@@ -1,12 +1,12 @@
 """Keys of config.json: those that any model may have without effect on it, and the tables of the families.
 
-A key is used by the family's reader, has no effect, or is refused by name (core/foreign_files.py).
+A key is used by the family's reader, has no effect, or is refused by name (core/files.py).
 """
 
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from torchtitan.core.foreign_files import DeclaredKeys
+from torchtitan.core.files import DeclaredKeys
 
 DECODER_KEYS = frozenset(
     (

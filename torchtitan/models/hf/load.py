@@ -20,8 +20,8 @@ from torch import nn
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
-from torchtitan.core.initialization import clean_name, local_part
 from torchtitan.core.progress_bar import progress_bar
+from torchtitan.core.random_draws import clean_name, local_part
 from torchtitan.core.tensor_storage import packed_names, stores
 from torchtitan.models.hf.config import (
     CONFIG,

@@ -23,8 +23,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import clean_name
 from torchtitan.core.progress_bar import progress_bar
+from torchtitan.core.random_draws import clean_name
 from torchtitan.core.tensor_storage import Value
 from torchtitan.models.family import ConfigConverter
 from torchtitan.models.hf.config import CONFIG, GENERATION, INDEX, UNTRAINED, read_json

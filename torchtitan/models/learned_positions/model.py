@@ -6,7 +6,7 @@ from typing import Literal
 
 import torch
 
-from torchtitan.core.initialization import Constant, Init, Normal
+from torchtitan.core.random_draws import Constant, Init, Normal
 from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention
 from torchtitan.models.decoder import Block, Decoder
 from torchtitan.models.hf.names import TensorMap

@@ -1,9 +1,7 @@
 """Mixture of experts: the arguments of a layer and of a decoder. No torch here. The other files:
 
-router.py    the choice of experts for each token, their weights, the balance of their load
-experts.py   the experts, as one grouped matrix product
-layer.py     sorting tokens by expert, experts, the way back; the transformer block
-balance.py   load, bias and metrics, once per step
+router.py    the choice of experts for each token, their weights, the balance of their load, its metrics
+layer.py     sorting tokens by expert, the experts as one grouped matrix product, the way back; the transformer block
 """
 
 from abc import ABC, abstractmethod

@@ -11,7 +11,7 @@ from torchtitan.models.decoder import AttentionKind, Decoder
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, EXPERTS, QK_NORMS, REORDERED, TensorMap
 from torchtitan.models.layers import RMSNorm, Rotary
-from torchtitan.models.moe import balance
+from torchtitan.models.moe import router
 from torchtitan.models.moe.layer import MoEBlock
 from torchtitan.models.qwen3_moe import CONFIG, Qwen3MoEArgs
 from torchtitan.models.spec import HuggingFace, ModelSpec
@@ -59,4 +59,4 @@ def tensor_map(args: Qwen3MoEArgs) -> TensorMap:
 HF = HuggingFace(build=Qwen3MoE, tensor_map=tensor_map, config=CONFIG)
 
 
-SPEC = ModelSpec(build=Qwen3MoE, plan=PLAN, hf=HF, flops_per_token=flops_per_token, balance=balance)
+SPEC = ModelSpec(build=Qwen3MoE, plan=PLAN, hf=HF, flops_per_token=flops_per_token, balance=router)

@@ -22,7 +22,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from torchtitan.core.initialization import clean_name
+from torchtitan.core.random_draws import clean_name
 from torchtitan.parallelisms.data_parallel import fsdp_modules
 from torchtitan.parallelisms.pipeline.actions import (
     WEIGHT_GRAD,

@@ -20,7 +20,7 @@ from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.job import ResolvedJob
 from torchtitan.models import dropout, layers
 from torchtitan.optimizers import moments
-from torchtitan.parallelisms import data_parallel, parallel_dims, parallel_model, quantized_collectives
+from torchtitan.parallelisms import data_parallel, degrees, parallel_model, quantized_collectives
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.planner.memory.live_tensors import FakeValues
 from torchtitan.planner.time.traffic import group_of
@@ -117,7 +117,7 @@ def install() -> None:
     device.install()
     device.replace(FakeTensorMode, avoid_device_init=True)
     outside_fake(DeviceMesh, *(name for name in MESH if name in DeviceMesh.__dict__))
-    outside_fake(parallel_dims.ParallelDims, *(name for name in DIMS if name in parallel_dims.ParallelDims.__dict__))
+    outside_fake(degrees.ParallelDims, *(name for name in DIMS if name in degrees.ParallelDims.__dict__))
     outside_fake(data_parallel, "get_post_forward_mesh_info")
     outside_fake(quantized_collectives, "reduction_hops")
     device.replace(ParallelModel, initialize=lambda self, names=None: None)  # there are no values

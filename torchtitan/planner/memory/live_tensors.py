@@ -17,10 +17,15 @@ from typing import Any
 
 import torch
 
-from torchtitan.torch_internals.autograd import current_node
-from torchtitan.torch_internals.dispatch import FakeTensor, TorchDispatchMode, storage_key, tree_iter
+from torchtitan.torch_internals.dispatch import (
+    FakeTensor,
+    TorchDispatchMode,
+    current_node,
+    local_scalar_dense,
+    storage_key,
+    tree_iter,
+)
 from torchtitan.torch_internals.dtensor import local_part
-from torchtitan.torch_internals.operators import local_scalar_dense
 from torchtitan.torch_internals.replacement import replaced
 
 _DEVICE = torch.ops.prim.device.default

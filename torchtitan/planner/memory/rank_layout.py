@@ -7,7 +7,7 @@ from functools import cache, cached_property
 from itertools import accumulate
 from typing import Any
 
-from torchtitan.core.constraints import FLOAT8_MULTIPLE
+from torchtitan.core.errors import FLOAT8_MULTIPLE
 from torchtitan.job import ResolvedJob
 from torchtitan.job.layout import JobLayout
 from torchtitan.models.sizes import STACK
@@ -98,7 +98,7 @@ def kinds_of_layers(args: Any) -> list[int]:
 def float8_weights(layout: JobLayout, args: Any, layer: int) -> int:
     """Return the number of a layer's weights that FSDP gathers in 8 bits.
 
-    These are of the linears that models/float8.py converts. Shards that do not divide their rows are left out.
+    These are of the linears that models/layers.py converts. Shards that do not divide their rows are left out.
     """
     options, in_int8 = layout.training, layout.parallelism.fsdp_quantized_gather == "int8"
     reshard = resharding(layout.parallelism.fsdp_reshard_after_forward, layout.pp)

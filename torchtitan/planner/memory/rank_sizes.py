@@ -5,7 +5,7 @@ import operator
 from dataclasses import dataclass
 from functools import cached_property
 
-from torchtitan.losses.chunks import auto_chunks
+from torchtitan.losses.tasks import auto_chunks
 from torchtitan.models.sizes import POST_NORMS, STACK, split_side
 from torchtitan.planner.memory.rank_weights import RankWeights
 

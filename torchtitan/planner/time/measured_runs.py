@@ -18,8 +18,8 @@ from torchtitan.core.hardware import ASSUMED, Hardware, find_hardware, load_hard
 from torchtitan.job import ResolvedJob
 from torchtitan.job.layout import JobLayout
 from torchtitan.launcher.run_folder import JOB_FILE, job_of_step, plan_of_start, step_of_start
+from torchtitan.metrics.curves import read_thinned
 from torchtitan.metrics.json_lines import METRICS, Record, is_finite
-from torchtitan.metrics.thinning import read_thinned
 from torchtitan.planner.plan import Plan, Workload, planning_obstacle
 from torchtitan.planner.time.messages import FACTORS, PARTS, Calibration, Parts, StepTime
 from torchtitan.planner.time.step_time import UNPUBLISHED_SPREAD, StepTimer

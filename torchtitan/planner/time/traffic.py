@@ -21,7 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.parallelisms.pipeline.runtime import TableSchedule
 from torchtitan.planner.memory.live_tensors import Bytes, LiveTensors, OperatorMode
-from torchtitan.torch_internals.process_groups import resolve_process_group
+from torchtitan.torch_internals.collectives import resolve_process_group
 
 # operation -> its kind, and the index of the argument with the bytes: a rank's part, or the tensor to reduce
 KINDS = {

@@ -4,7 +4,7 @@
 options, and `command` its file with the comments.
 """
 
-from torchtitan.config.dialects import Dialect
+from torchtitan.config.changes import Dialect
 from torchtitan.plugins.dialects.models import advice
 from torchtitan.plugins.dialects.renames import GONE, MOVED
 

@@ -7,7 +7,7 @@ options of float8 training, which have to be read together, are translated here.
 from collections.abc import Callable
 from typing import Any
 
-from torchtitan.config.dialects import Moved, Removed
+from torchtitan.config.changes import Moved, Removed
 from torchtitan.core.errors import JobError
 
 # float8 training, which the older dialects spread over up to three sections

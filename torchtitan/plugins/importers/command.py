@@ -1,5 +1,6 @@
-"""`torchtitan import`: convert another program's command line or options file to a job."""
+"""`torchtitan import`: convert another program's command line or options file to a job. No torch."""
 
+import argparse
 import shlex
 import sys
 from dataclasses import replace
@@ -9,9 +10,9 @@ from typing import NamedTuple
 
 from torchtitan.checkpoint.folders import replace_file
 from torchtitan.commands.command_lines import parse_command
+from torchtitan.commands.command_parser import CommandParser, OneOf, whole_number
 from torchtitan.config.job import JobConfig
-from torchtitan.config.job_file import as_file
-from torchtitan.config.layers import layer_of
+from torchtitan.config.layers import as_file, layer_of
 from torchtitan.config.manager import assemble
 from torchtitan.config.options import ConfigError, hint
 from torchtitan.core.errors import JobError
@@ -104,3 +105,21 @@ def _run(text: str, folder: Path, ranks: int, measures: list[str] | None) -> int
         return resolve_name(EVALUATE)([*measures, "--config", str(path)])
     print(f"{path}: on {ranks} rank{'s' if ranks > 1 else ''}")
     return launch(ranks, ["--job.config_file", str(path)])
+
+
+def import_parser() -> CommandParser:
+    parser = CommandParser(
+        "import",
+        "The job is printed as TOML; comments at its head list options with a different meaning here. Exit code: "
+        "0 if the job can start, 2 if a flag has no meaning here or the job cannot start.",
+    )
+    sources = OneOf(SOURCES)
+    parser.add_argument("--from", dest="source", type=sources, metavar="SOURCE", help="reader (default: by the script)")
+    ranks = "ranks of the job (default: as in the command line)"
+    parser.add_argument("--world-size", type=whole_number(1), metavar="N", help=ranks)
+    parser.add_argument("--run", action="store_true", help="write the job into its folder as imported.toml, and run it")
+    line = "the command line, quoted or as separate words, or an options file and further flags"
+    parser.add_argument("line", nargs=argparse.REMAINDER, metavar="COMMAND LINE", help=line)
+    readers = SOURCES.items()
+    parser.epilog = "Sources: " + "; ".join(f"{name}, {reader}: {reader.description}" for name, reader in readers)
+    return parser

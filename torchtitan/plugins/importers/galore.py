@@ -17,7 +17,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.lr_schedules import TORCHTITAN
 from torchtitan.models import FROM_HF
 from torchtitan.models.hf.config import read_json
-from torchtitan.plugins.importers.relora_flags import GALORE_TORCH
+from torchtitan.plugins.importers.relora import GALORE_TORCH
 from torchtitan.plugins.importers.translation import LINEARS, Script, Setting, is_finite, targets_of
 
 OPTIMIZERS = ("lora", "galore", "galore8bit", "lora+galore8bit", "baseline")

@@ -17,9 +17,9 @@ from torchtitan.adapters import ADAPTERS
 from torchtitan.adapters.interface import Adapter, require_complete_format, weights_per_token
 from torchtitan.adapters.peft_folder import from_peft, to_peft
 from torchtitan.adapters.targets import linear_adapter_options
-from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
-from torchtitan.core.initialization import local_part
+from torchtitan.core.random_draws import local_part
 from torchtitan.core.tensor_storage import Deferred, Value
 from torchtitan.models.attention import GroupedQueryAttention
 from torchtitan.models.flops import FlopsPerToken

@@ -16,7 +16,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
-from torchtitan.core.initialization import Init, Normal, local_part
+from torchtitan.core.random_draws import Init, Normal, local_part
 from torchtitan.models.attention import GroupedQueryAttention, SharedInputs
 
 

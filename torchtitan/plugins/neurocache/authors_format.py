@@ -10,8 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.core.files import require_file
-from torchtitan.core.foreign_files import DeclaredKeys
+from torchtitan.core.files import DeclaredKeys, require_file
 from torchtitan.models.hf.config import read_json
 from torchtitan.plugins.neurocache.options import NeurocacheOptions as Options
 from torchtitan.plugins.neurocache.sizes import CacheLayers, layers_of

@@ -6,6 +6,9 @@ stored until `commit`, after the microbatch's backward. So a token never retriev
 whichever layer stores them, and retrieved states are read in place.
 
 Shapes: B lanes, S tokens, D width of the model, C = D / compression, M entries, N entries retrieved by a token.
+
+Generation has a growing cache: earlier segments are looked up in the cache, and the current segment has a key-value
+cache. When it is full, it is stored and the next one begins.
 """
 
 from collections.abc import Mapping
@@ -16,7 +19,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.core.initialization import Constant, Init, Normal
+from torchtitan.core.random_draws import Constant, Init, Normal
 from torchtitan.models.attention import SharedInputs
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.kv_cache import CachedDecoder
@@ -34,9 +37,39 @@ from torchtitan.plugins.neurocache.cache import (
     pairs,
     with_neighbours,
 )
-from torchtitan.plugins.neurocache.generation import SegmentReader
 from torchtitan.plugins.neurocache.options import NeurocacheOptions as Options
 from torchtitan.plugins.neurocache.sizes import BUCKETS, CacheLayers, widths
+
+
+class SegmentReader(CachedDecoder):
+    """Calls a decoder that has a memory with growing sequences, in segments of `seq_len` tokens."""
+
+    def __init__(self, model: Decoder, seq_len: int):
+        assert model.memory is not None
+        super().__init__(model)
+        self.memory, self.seq_len = model.memory, seq_len
+        self.memory.decodes = True
+
+    def clear(self) -> None:
+        self.memory.clear()
+        self._begin()
+
+    def read(self, ids: torch.Tensor, num_cached: int) -> torch.Tensor:
+        while num_cached < ids.shape[1]:
+            offset = num_cached % self.seq_len
+            piece = ids[:, num_cached : num_cached - offset + self.seq_len]
+            positions = torch.arange(offset, offset + piece.shape[1], device=ids.device)[None]
+            logits = self.model(piece, positions=positions)
+            num_cached += piece.shape[1]
+            if num_cached % self.seq_len == 0:
+                self.memory.commit()
+                self._begin()
+        return logits
+
+    def _begin(self) -> None:
+        self.memory.tail = {}
+        super().clear()
+
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
 NORM_EPS = 1e-5

@@ -7,7 +7,7 @@ from pathlib import Path
 from torchtitan.adapters import LOW_RANK_OPTIONS
 from torchtitan.adapters.targets import Misfit, linear_adapter_options
 from torchtitan.config.options import Fault, show
-from torchtitan.config.sections.adapter import Adapter
+from torchtitan.config.sections.model import Adapter
 from torchtitan.core.errors import JobError
 from torchtitan.plugins.neurocache import authors_format
 from torchtitan.plugins.neurocache.options import NeurocacheOptions

@@ -5,7 +5,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from torchtitan.adapters import ALL_LOW_RANK_OPTIONS, AdapterSpec
-from torchtitan.config.sections.adapter import Adapter as Options
+from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.plugins.neurocache.sizes import cache_misfits
 

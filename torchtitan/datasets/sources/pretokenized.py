@@ -1,4 +1,4 @@
-"""PretokenizedBlocks of token ids that were tokenized and cut before the run, as ReLoRA's scripts make and read them.
+"""Blocks of token ids that were tokenized and cut before the run, as ReLoRA's scripts make and read them.
 
 The folder was saved by the package `datasets` (save_to_disk), with the ids in the column input_ids, and has an
 args.json with the settings: {"tokenizer": ..., "sequence_length": ...}. A sample is one block. All its ids have a loss
@@ -12,7 +12,7 @@ from typing import Any
 from torchtitan.core.files import FileError, read_file
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError, Document, IndexedFile, IndexedSource, Source, Span, files_fingerprint
-from torchtitan.datasets.sources_tables import MAX_JSON_BYTES, ArrowFile, saved_split
+from torchtitan.datasets.sources.tables import MAX_JSON_BYTES, ArrowFile, saved_split
 from torchtitan.datasets.tokenizer import Tokenizer, TokenizerError, build_tokenizer
 
 ARGS, COLUMN = "args.json", "input_ids"
