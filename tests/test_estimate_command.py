@@ -51,6 +51,15 @@ def test_a_job_that_fits(needs, capsys):
     ]
 
 
+def test_a_table_has_one_unit():
+    kinds = {"activations": GIB // 4, "parameters": 20 * 2**20}
+    assert estimate.table([prediction.Prediction(0, 0, "the optimizer", kinds)]) == [
+        "  activations             0.25 GiB",
+        "  parameters              0.02 GiB",
+        "  together                0.27 GiB",
+    ]
+
+
 @pytest.mark.parametrize(
     ("memory", "ways"),
     [

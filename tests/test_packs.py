@@ -338,7 +338,7 @@ UNEVEN = [
     ),
     (
         ["--data.packing=off", "--data.group_by_length", "--parallelism.data_parallel_shard_degree=2"],
-        "data.group_by_length: given true; allowed: on several ranks only with training.global_batch_size, as sa",
+        "data.group_by_length: given true; allowed: true on several ranks only with training.global_batch_size, as sa",
     ),
     (
         [

@@ -115,8 +115,10 @@ def table(predictions: list[Prediction]) -> list[str]:
         {kind for prediction in predictions for kind in prediction.kinds},
         key=lambda kind: -worst(predictions).kinds.get(kind, 0),
     )
-    rows = [(kind, [format_bytes(prediction.kinds.get(kind, 0)) for prediction in predictions]) for kind in kinds]
-    rows.append(("together", [format_bytes(prediction.peak) for prediction in predictions]))
+    largest = worst(predictions).peak
+    sizes_by_kind = {kind: [prediction.kinds.get(kind, 0) for prediction in predictions] for kind in kinds}
+    sizes_by_kind["together"] = [prediction.peak for prediction in predictions]
+    rows = [(kind, [format_bytes(size, largest) for size in sizes]) for kind, sizes in sizes_by_kind.items()]
     if len(predictions) > 1:
         rows.insert(0, ("pipeline rank", [str(prediction.pipeline_rank) for prediction in predictions]))
     return [f"  {kind:20}{''.join(f'{size:>12}' for size in sizes)}" for kind, sizes in rows]

@@ -19,10 +19,13 @@ class JobError(ValueError):
     """
 
 
-def format_bytes(size: float) -> str:
-    """Format a number of bytes in GiB, MiB, KiB or bytes: the largest unit with a value of at least 0.1."""
+def format_bytes(size: float, largest: float = 0) -> str:
+    """Format a number of bytes in GiB, MiB, KiB or bytes: the largest unit with a value of at least 0.1.
+
+    `largest`: the largest number of a table, which has its unit throughout.
+    """
     for unit, digits, power in (("GiB", 2, 30), ("MiB", 1, 20), ("KiB", 1, 10)):
-        if size >= 0.1 * 2**power:
+        if max(size, largest) >= 0.1 * 2**power:
             return f"{size / 2**power:.{digits}f} {unit}"
     return f"{size:.0f} bytes"
 
