@@ -5,7 +5,7 @@ A row names a model (`model`, `flavor`, `overrides`), `seq_len`, `dtype`, `gpu`,
 attention. `variants` are changes of the plan that the source leaves open; the fastest one counts. Without ROWS.json the
 rows of tests/fixtures are replayed. `--json` prints predictions in tokens/s of a GPU, `--fit` the factors of
 planner/calibration.py, and `--page` the table of docs/planning.md, with errors of factors that were fitted without the
-source of the row.
+source of the row. `software` is a name of SOFTWARE in planner/time/measured_runs.py, by default that of SOURCES.
 """
 
 import argparse
@@ -24,11 +24,35 @@ from torchtitan.models import resolve_sizes
 from torchtitan.models.flops import flops_per_token, latent_flops_per_token
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.search import PipelineTimer
-from torchtitan.planner.time.measured_runs import HARDWARE_SIGMA, PUBLISHED, SIGMAS, fit_factors, usual_calibration
+from torchtitan.planner.time.measured_runs import (
+    OUTLIER,
+    PUBLISHED,
+    SIGMAS,
+    fit_factors,
+    usual_calibration,
+    with_software,
+)
 from torchtitan.planner.time.messages import PARTS, Calibration, StepTime
 from torchtitan.planner.time.step_time import StepTimer
 
-RUNS = Path(__file__).parent.parent / "tests" / "fixtures" / "published_runs.toml"
+FIXTURES = Path(__file__).parent.parent / "tests" / "fixtures"
+SOURCES = {
+    "A": ("torchtitan, December 2024", "flash2"),
+    "B": ("torchtitan, June 2025", "flash2"),
+    "C": ("torchtitan, 2024", "flash2"),
+    "D": ("NeMo Automodel", "cudnn"),
+    "E": ("Llama 3", "cudnn"),
+    "F": ("this project", "cudnn"),
+    "llm-foundry": ("llm-foundry, 2023", "2023"),
+    "foundation-model-stack/fms-fsdp": ("IBM fms-fsdp, 2024", "flash2"),
+    "NVIDIA-NeMo/Megatron-Bridge": ("Megatron-Bridge, 2025", "cudnn"),
+    "docs.nvidia.com/nemo-framework": ("NeMo, 2024", "cudnn"),
+}
+"""Title and software by the start of a row's source. Others are taken for NVIDIA's tuned code."""
+DISTRIBUTED_OPTIMIZER = ("megatron", "nemo-framework")
+"""Parts of the names of sources that gather weights and reduce gradients once in a step."""
+OWN, OWN_WEIGHT = "F", 4
+"""Source of the runs of this project, and how often they count in the fit: plans are of this project."""
 
 
 class PublishedRun:
@@ -39,8 +63,12 @@ class PublishedRun:
         self.source: str = values.get("source") or self.name.partition(":")[0]
         self.hardware = load_hardware(values["gpu"])
         self.plans = [Plan(**{**values["plan"], **changes}) for changes in values.get("variants") or [{}]]
+        matching = (about for start, about in SOURCES.items() if self.source.startswith(start))
+        self.title, software = next(matching, (self.source, "cudnn"))
+        self.software: str = values.get("software") or software
+        self._gathers_once = any(name in self.source.lower() for name in DISTRIBUTED_OPTIMIZER)
         self._values = values
-        self.plan = min(self.plans, key=lambda plan: self._step(plan, Calibration(PUBLISHED)).seconds)
+        self.plan = min(self.plans, key=lambda plan: self._step(plan, self._usual).seconds)
         self.workload = self._workload(self.plan)
         self.speed = values.get("tokens_per_second") or self._tokens_per_second(values["tflops_full"])
 
@@ -56,6 +84,7 @@ class PublishedRun:
             dtype=values["dtype"],
             ends=tuple(values.get("ends") or (1, 1)),
             reshard=values.get("reshard") or "default",
+            gathers_once=self._gathers_once,
         )
 
     def _tokens_per_second(self, tflops: float) -> float:
@@ -72,20 +101,24 @@ class PublishedRun:
         return self.workload.tokens / self.plan.gpus / self.speed
 
     @cached_property
+    def _usual(self) -> Calibration:
+        return usual_calibration(self.hardware, self.software)
+
+    @cached_property
     def bubble(self) -> float:
         """Simulated bubble relative to the rest of the step. It hardly depends on the factors."""
-        step = self._step(self.plan, Calibration(PUBLISHED))
-        return step.bubble / (1 - step.bubble)
+        return self.step.bubble / (1 - self.step.bubble)
 
     def predicted(self, factors: Mapping[str, float]) -> float:
         """Return the seconds of a step by the formula."""
-        step = StepTimer(self.workload, self.hardware, Calibration(factors)).step_time(self.plan)
+        calibration = Calibration(with_software(factors, self.hardware, self.software))
+        step = StepTimer(self.workload, self.hardware, calibration).step_time(self.plan)
         return (step.seconds - step.parts["bubble"]) * (1 + self.bubble)
 
     @cached_property
     def step(self) -> StepTime:
         """The prediction of `torchtitan plan`."""
-        return self._step(self.plan, usual_calibration(self.hardware))
+        return self._step(self.plan, self._usual)
 
     @property
     def error(self) -> float:
@@ -113,53 +146,60 @@ class PublishedRun:
 
 def fixtures() -> list[PublishedRun]:
     """Return the published runs of tests/fixtures."""
-    return [PublishedRun(values) for values in tomli.loads(RUNS.read_text())["run"]]
+    rows = tomli.loads((FIXTURES / "published_runs.toml").read_text())["run"]
+    rows += json.loads((FIXTURES / "published_rows.json").read_text())
+    return [PublishedRun(values) for values in rows]
 
 
-def fitted(runs: Sequence[PublishedRun]) -> dict[str, float]:
-    """Return the factors that fit these runs."""
-    names = list(PUBLISHED)
-    hardware = {name: HARDWARE_SIGMA for name in names if name in {run.hardware.name for run in fixtures()}}
-    return fit_factors([(run.predicted, run.seconds) for run in runs], names, SIGMAS | hardware)
+def fitted(runs: Sequence[PublishedRun], start: Mapping[str, float] | None = None) -> dict[str, float]:
+    """Return the factors that fit these runs. `start`: factors near the result."""
+    measured = [(run.predicted, run.seconds) for run in runs for _ in range(OWN_WEIGHT if run.source == OWN else 1)]
+    return fit_factors(measured, list(PUBLISHED), SIGMAS, OUTLIER, start)
 
 
 def errors_without_source(runs: Sequence[PublishedRun]) -> list[float]:
     """Return each run's relative error by factors fitted to the runs of other sources."""
-    factors = {source: fitted([run for run in runs if run.source != source]) for source in {run.source for run in runs}}
-    return [run.predicted(factors[run.source]) / run.seconds - 1 for run in runs]
+    factors = {title: fitted([run for run in runs if run.title != title]) for title in {run.title for run in runs}}
+    return [run.predicted(factors[run.title]) / run.seconds - 1 for run in runs]
 
 
-def summary(errors: Sequence[float]) -> str:
-    sizes = [abs(error) for error in errors]
-    return f"{len(errors)} rows: median of absolute errors {statistics.median(sizes):.1%}, largest {max(sizes):.1%}"
+def grouped(runs: Sequence[PublishedRun]) -> dict[tuple[str, ...], list[int]]:
+    """Return the indices of runs by source, GPU and type, and all of them."""
+    groups = defaultdict(list)
+    for index, run in enumerate(runs):
+        groups[run.title, run.hardware.name, run.workload.dtype].append(index)
+    return {**dict(sorted(groups.items())), ("all", "", ""): list(range(len(runs)))}
 
 
 def page(runs: Sequence[PublishedRun], without: Sequence[float]) -> list[str]:
-    """Return the lines of the table in docs/planning.md, and their summary. `without`: errors_without_source(runs)."""
-    lines = ["| run | published tokens/s a GPU | predicted | error | error without this source |"]
-    lines.append("|---|---|---|---|---|")
-    for run, left_out in zip(runs, without, strict=True):
-        speed = run.step.tokens_per_second
-        lines.append(f"| {run.name} | {run.speed:,.0f} | {speed:,.0f} | {run.error:+.1%} | {left_out:+.1%} |")
-    return [*lines, "", f"Errors are of the step time. Without the row's own source, {summary(without)}."]
+    """Return the lines of the table in docs/planning.md. `without`: errors_without_source(runs)."""
+    lines = ["| source | GPU | type | rows | in the interval | median | absolute | without the source | absolute |"]
+    lines.append("|---|---|---|---|---|---|---|---|---|")
+    for key, indices in grouped(runs).items():
+        inside = sum(runs[index].is_inside for index in indices)
+        figures = []
+        for errors in ([runs[index].error for index in indices], [without[index] for index in indices]):
+            figures.append(f"{statistics.median(errors):+.1%} | {statistics.median(map(abs, errors)):.1%}")
+        lines.append(f"| {' | '.join(key)} | {len(indices)} | {inside} | {' | '.join(figures)} |")
+    return lines
 
 
 def comparison(runs: Sequence[PublishedRun]) -> list[str]:
     """Return a line for each row with the shares of the step's parts, and a line for each source, GPU and type."""
-    lines, groups = [], defaultdict(list)
+    lines = ["published predicted   error interval"]
     for run in runs:
         inside = "inside" if run.is_inside else "outside"
         parts = {name: run.step.parts[name] / run.step.seconds for name in PARTS}
         shown = ", ".join(f"{name} {share:.0%}" for name, share in parts.items() if share >= 0.005)
         speeds = f"{run.speed:9,.0f} {run.step.tokens_per_second:9,.0f} {run.error:+7.1%} {inside:8}"
-        lines.append(f"{speeds}{run.hardware.name:13}{run.name}: {shown}")
-        groups[run.source, run.hardware.name, run.workload.dtype].append(run)
+        extrapolated = f" (extrapolated: {run.step.outside})" * bool(run.step.outside)
+        lines.append(f"{speeds}{run.hardware.name:13}{run.name}: {shown}{extrapolated}")
     lines += ["", f"{'rows':>5} {'median':>7} {'absolute':>9} {'inside':>7}  source, GPU, type"]
-    for key, members in [*sorted(groups.items()), (("all",), list(runs))]:
-        errors = [run.error for run in members]
+    for key, indices in grouped(runs).items():
+        errors, inside = [runs[index].error for index in indices], sum(runs[index].is_inside for index in indices)
         figures = f"{statistics.median(errors):+7.1%} {statistics.median(map(abs, errors)):9.1%}"
-        lines.append(f"{len(members):5} {figures} {sum(run.is_inside for run in members):7}  {', '.join(key)}")
-    return ["published predicted   error interval", *lines]
+        lines.append(f"{len(indices):5} {figures} {inside:7}  {', '.join(filter(None, key))}")
+    return lines
 
 
 def main() -> None:

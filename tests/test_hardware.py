@@ -67,11 +67,10 @@ def test_the_page_lists_all_hardware():
     assert f"{', '.join(names[:-1])} and {names[-1]}: peaks" in page
 
 
-def test_shares_saturate_and_links_have_a_latency():
+def test_shares_saturate_and_links_reach_a_share():
     curve = Curve(most=0.8, half=(256, 256, 256))
     assert curve.share(256, 256, 256) == pytest.approx(0.1) and curve.share(1e12, 1e12, 1e12) == pytest.approx(0.8)
-    link = Link(bandwidth=100e9, latency=1e-5, reached=0.5)
-    assert link.seconds(1e9) == pytest.approx(0.02001) and link.seconds(0, messages=3) == pytest.approx(3e-5)
+    assert Link(bandwidth=100e9, latency=1e-5, reached=0.5).reached_bandwidth == 50e9
 
 
 @pytest.mark.parametrize(

@@ -29,7 +29,7 @@ from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.search import Limits, Search
 from torchtitan.planner.time import measured_runs
 from torchtitan.planner.time.measured_runs import MeasuredRun
-from torchtitan.planner.time.messages import Calibration
+from torchtitan.planner.time.messages import Calibration, Message
 from torchtitan.planner.time.step_time import StepTimer
 from torchtitan.rules import check
 
@@ -48,11 +48,6 @@ def script():
 @pytest.fixture(scope="module")
 def published(script):
     return script.fixtures()
-
-
-@pytest.fixture(scope="module")
-def without_source(script, published):
-    return script.errors_without_source(published)
 
 
 def load(name, *options):
@@ -74,17 +69,50 @@ def searched(name, gpus, samples, gpu="h100-80", *options, top=10):
 # Published runs
 
 
-def test_published_step_times_are_predicted_without_their_source(without_source):
-    assert statistics.median(map(abs, without_source)) <= 0.12
+def test_published_step_times_are_predicted(published):
+    errors = [run.error for run in published]
+    assert statistics.median(map(abs, errors)) <= 0.04 and abs(statistics.median(errors)) <= 0.02
+    assert statistics.fmean(run.is_inside for run in published) >= 0.95
+    assert measured_runs.PUBLISHED_SPREAD == 0.25
+
+
+def test_no_source_is_predicted_too_fast_or_too_slow(script, published):
+    groups = [indices for key, indices in script.grouped(published).items() if len(indices) >= 8]
+    assert len(groups) >= 4
+    assert all(abs(statistics.median(published[index].error for index in indices)) <= 0.05 for indices in groups)
+
+
+@pytest.mark.parametrize(("model", "loss"), [("30b", -0.038), ("7b", -0.091), ("1b", -0.097)])
+def test_more_gpus_are_slower_as_published(published, model, loss):
+    """From 128 to 512 GPUs. `loss`: the published median over batches and lengths."""
+    few, many = (
+        next(run.step for run in published if run.name.startswith(f"MPT-{model} s2048 {gpus}xh100"))
+        for gpus in (128, 512)
+    )
+    assert many.tokens_per_second / few.tokens_per_second - 1 == pytest.approx(loss, abs=0.03)
 
 
 def test_the_factors_are_the_fit_of_the_published_runs(script, published):
-    assert script.fitted(published) == pytest.approx(measured_runs.PUBLISHED, rel=0.01)
-    assert collections.Counter(run.hardware.name for run in published) == measured_runs.PUBLISHED_ROWS
+    fit = script.fitted(published, start=measured_runs.PUBLISHED)
+    assert fit == pytest.approx(measured_runs.PUBLISHED, rel=0.02) and len(fit) * 8 < len(published)
+    assert collections.Counter(run.hardware.chip for run in published) == measured_runs.PUBLISHED_ROWS
 
 
-def test_the_page_has_the_table_of_the_script(script, published, without_source):
-    assert "\n".join(script.page(published, without_source)) in (ROOT / "docs" / "planning.md").read_text()
+def test_the_page_has_the_table_of_the_script(script, published):
+    """Except for its last columns: a fit without each source takes minutes."""
+    text = (ROOT / "docs" / "planning.md").read_text()
+    for line in script.page(published, [0.0] * len(published)):
+        assert line.rsplit("|", 3)[0] in text
+
+
+def test_software_differs_in_attention_alone():
+    faster, slower = (measured_runs.usual_calibration(H100, name).factors for name in ("cudnn", "2023"))
+    assert {name for name in faster if faster[name] != slower[name]} == {"attention"}
+    assert slower["attention"] > 2 * faster["attention"]
+    a100 = load_hardware("a100-80")
+    assert measured_runs.usual_calibration(a100, "flash2").factors == measured_runs.usual_calibration(a100).factors
+    a100_40 = load_hardware("a100-40")
+    assert measured_runs.usual_calibration(a100_40) == measured_runs.usual_calibration(a100)
 
 
 ROW = dict(name="a row", source="a table", gpu="h100-80", model="llama3", flavor="8B", seq_len=8192, dtype="bfloat16")
@@ -120,7 +148,7 @@ def test_llama_405b_on_16384_gpus_is_planned_as_published():
 
 
 def test_deepseek_v3_on_2048_gpus_is_planned_as_published():
-    _, result = searched("deepseek_671b", 2048, 15360, "h800", top=16)
+    _, result = searched("deepseek_671b", 2048, 15360, "h800", top=32)
     (published, *_) = [one for one in result.best if (one.plan.pp, one.plan.ep) == (16, 64)]
     assert published.time.seconds <= 1.15 * result.best[0].time.seconds
 
@@ -169,7 +197,7 @@ def test_expert_parallel_gathers_only_what_is_sharded():
     assert timer.messages.gather_weights(plan, 2 * dense, experts) == gather(2 * dense, 64, 1, blocks)
     half = dataclasses.replace(plan, ep=32)
     dense, experts = timer.rank_weights(half)
-    expected = gather(2 * dense, 64, 1, blocks) + gather(2 * experts, 2, 32, blocks)
+    expected = gather(2 * dense, 64, 1, blocks).and_then(gather(2 * experts, 2, 32, blocks))
     assert timer.messages.gather_weights(half, 2 * dense, experts) == expected
 
 
@@ -179,12 +207,54 @@ def test_fsdp_gathers_blocks_twice_and_both_ends_once():
     plan = Plan(shards=8)
     dense, _ = timer.rank_weights(plan)
     ends, gather, blocks = 2 * 128256 * 4096, timer.messages.gather, 32
-    reduced = gather(4 * dense, 8, 1, blocks)
-    total = gather(2 * dense, 8, 1, blocks) + gather(2 * (dense - ends), 8, 1, blocks) + reduced
-    assert timer._fsdp(plan, timer.rank_weights(plan), computed=0.0) == pytest.approx(total * (1 + 1 / blocks))
+    reduced = gather(4 * dense, 8, 1, blocks).seconds
+    total = gather(2 * dense, 8, 1, blocks).seconds + gather(2 * (dense - ends), 8, 1, blocks).seconds + reduced
+    assert timer._fsdp(plan, timer.rank_weights(plan), computed=0.0) == pytest.approx(total)
     stays = dataclasses.replace(timer, workload=dataclasses.replace(timer.workload, reshard="never"))
-    total = gather(2 * dense, 8, 1, blocks) + reduced
-    assert stays._fsdp(plan, timer.rank_weights(plan), computed=0.0) == pytest.approx(total * (1 + 1 / blocks))
+    total = gather(2 * dense, 8, 1, blocks).seconds + reduced
+    assert stays._fsdp(plan, timer.rank_weights(plan), computed=0.0) == pytest.approx(total)
+
+
+def test_messages_pass_the_hops_of_a_ring_or_a_tree():
+    """An H100 sends 351 GB/s in a machine of 8 and 45 GB/s to others; hops take 1.9 and 4 microseconds."""
+    messages = StepTimer(Workload.of(resolved("llama3_8b"), 8), H100).messages
+    inside, between = messages.gather(8e9, 8, 1, 3), messages.gather(8e9, 512, 1, 3)
+    assert inside.transfer == pytest.approx(7e9 / 351e9) and inside.latency == pytest.approx(3 * 7 * 1.9e-6)
+    assert between.transfer == pytest.approx(1e9 * 63 / 64 / 45e9)
+    assert between.latency == pytest.approx(3 * (64 * 7 * 1.9e-6 + 63 * 4e-6))
+    tree = messages.all_reduce(8e9, 512, 1, 3)
+    assert tree.transfer == 2 * between.transfer and tree.latency == pytest.approx(6 * (7 * 1.9e-6 + 6 * 4e-6))
+    assert messages.gather(8e9, 64, 8).latency == pytest.approx(63 * 4e-6)  # one rank in each machine
+    exchange = messages.exchange(8e9, 64, 1)
+    assert exchange.transfer == pytest.approx(7e9 / 45e9) and exchange.latency == pytest.approx(7 * 1.9e-6 + 56 * 4e-6)
+
+
+def test_messages_slow_the_computation_beside_them():
+    messages = StepTimer(Workload.of(resolved("llama3_8b"), 8), H100).messages
+    message = Message(transfer=2.0, latency=0.1)
+    assert messages.exposed_beside(message, 10.0) == pytest.approx(0.45 * 2 + 0.1)
+    assert messages.exposed_beside(message, 0.5) == pytest.approx(1.5 + 0.45 * 0.5 + 0.1)
+
+
+def test_larger_jobs_are_slower_and_beyond_the_rows_extrapolated():
+    timer = StepTimer(Workload.of(resolved("llama3_8b"), 2**17), H100, measured_runs.usual_calibration(H100))
+    steps = {gpus: timer.step_time(Plan(shards=8, replicas=gpus // 8, passes=2**17 // gpus)) for gpus in (8, 64, 2**15)}
+    speeds = [step.tokens_per_second for step in steps.values()]
+    assert speeds == sorted(speeds, reverse=True) and speeds[2] < 0.92 * speeds[0]
+    assert "stragglers" not in steps[8].parts and steps[64].outside == ""
+    assert steps[2**15].outside == "more than 16,384 GPUs" and steps[2**15].spread == 0.40
+    assert timer.step_time(Plan(shards=1024)).outside == "FSDP over more than 512 ranks"
+
+
+def test_float8_moves_the_values_that_it_rounds():
+    """Inputs and gradients of outputs once, weights three times, 4 bytes each."""
+    workload = dataclasses.replace(Workload.of(resolved("llama3_8b"), 1), dtype="float8")
+    timer, sizes = StepTimer(workload, H100), workload.kinds[0]
+    rounded = timer._rounded(Plan(), sizes, 8192, 8192)
+    values = sum(8192 * (outputs + inputs) + 3 * outputs * inputs for outputs, inputs in sizes.values())
+    assert rounded == pytest.approx(4 * values / 3)
+    assert timer._rounded(Plan(tp=8), sizes, 8192, 1024) < rounded / 2
+    assert StepTimer(dataclasses.replace(workload, dtype="bfloat16"), H100)._rounded(Plan(), sizes, 8192, 8192) == 0
 
 
 def test_fitted_factors_are_recovered():
@@ -237,7 +307,7 @@ def test_no_schedule_is_faster_than_the_lower_bound(name, gpus, samples):
     assert len(legal) == 30
     for plan in legal:
         bound, seconds = timer.step_time(plan).seconds, search.timer.step_time(plan).seconds
-        assert bound <= seconds * 1.0001, plan  # the simulator counts microseconds
+        assert bound <= seconds * 1.0001, plan  # the simulator counts ticks
 
 
 # Search
@@ -367,13 +437,13 @@ def test_ulysses_sends_a_share_of_the_heads():
     size = 2 * 128 * tokens * (2 * 32 + 2 * 8) * 3 / 4
     ulysses = dataclasses.replace(plan, cp_method="ulysses")
     waited = timer.messages.waited(ulysses, False, tokens)["cp"]
-    assert waited == pytest.approx(2 * (2 * link.latency + size / link.reached_bandwidth))
+    assert waited == pytest.approx(2 * (2 * 3 * link.latency + size / link.reached_bandwidth))
     assert timer.messages._attention_message(dataclasses.replace(ulysses, cp=16), tokens)[0] == pytest.approx(
         2 * 128 * tokens * (2 * 32 + 2 * 16) * 15 / 16  # heads of keys are repeated, one for each rank
     )
     gathered = 2 * 128 * tokens * 2 * 8 * 3
     waited = timer.messages.waited(plan, False, tokens)["cp"]
-    assert waited == pytest.approx(2 * (link.latency + gathered / link.reached_bandwidth))
+    assert waited == pytest.approx(2 * (3 * link.latency + gathered / link.reached_bandwidth))
 
 
 def test_chunks_of_the_loss_have_smaller_products_and_sum_the_gradient():
@@ -399,7 +469,7 @@ def run(capsys, *arguments):
 def test_the_answer_names_plans_reasons_and_evidence(capsys):
     text = run(capsys, "llama3_8b", "--gpus", "64", "--price", "2", "--explain", "1", "--quick")
     assert (
-        "fitted on 9 published rows of this GPU, 34 in all; interval -20%/+25%" in text
+        "fitted on 53 published rows of this chip, 124 in all; interval -20%/+25%" in text
         and "the job's own plan takes" in text
     )
     assert "GPU-hours" in text and "simulated" in text and "counted" in text
@@ -504,7 +574,8 @@ def test_a_job_is_never_replaced_by_its_plan(tmp_path):
 def test_small_jobs_have_figures_and_a_wider_interval(capsys, tmp_path):
     picture = tmp_path / "plan.svg"
     text = run(capsys, *SMALL, "--gpus", "1", "--explain", "1", "--plot", str(picture))
-    assert "outside the published rows (a model below 1B); interval -29%/+40%" in text
+    assert "extrapolated: no published row has a model below 1B" in text.splitlines()[0]
+    assert "interval -29%/+40%" in text
     assert "with the best plan for it" in text and not re.search(
         r"\b0-0\b|\b0\.000 |\b0 GPU|\b1 GPUs|memory 0|0\.0 min", text
     )
@@ -544,7 +615,7 @@ def test_amounts_have_the_letter_of_their_size():
         ("llama3_405b", 512, 512, ""),
         ("llama3_405b", 2048, 512, "PP above 16"),
         ("llama3_8b", 64, 64, ""),
-        ("debug_model", 8, 16, "a model below 1B"),
+        ("debug_model", 8, 16, "a model below 1B, a step below 50 ms"),
     ],
 )
 def test_plans_unlike_the_published_rows_have_a_wider_interval(name, gpus, samples, outside):

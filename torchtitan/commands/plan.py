@@ -354,10 +354,11 @@ def report(question: PlanRequest, result: Result, alternatives: list[tuple[str, 
     shown = result.best[: question.options.top]
     name = " + ".join(search.base.config.job.config_file) or "the default job"
     evidence = search.calibration.evidence
-    if best.time.outside:
-        evidence += f"; outside the published rows ({best.time.outside})"
+    extrapolated = f"; step times extrapolated: no published row has {best.time.outside}" * bool(best.time.outside)
+    if not search.calibration.is_published and not question.options.runs:
+        extrapolated = "; step times extrapolated from other GPUs"
     lines = [
-        f"{name} on {question.gpus:,} x {hardware.title}, {format_bytes(question.limits.memory)}",
+        f"{name} on {question.gpus:,} x {hardware.title}, {format_bytes(question.limits.memory)}{extrapolated}",
         f"step times: {evidence}; interval {interval(best.time.spread)}. Bubbles: simulated. "
         "Memory: formula, allocator's share fitted. No step of these plans was measured",
         f"every plan trains {search.samples:,} samples x {workload.seq_len:,} tokens a step, as the job does",

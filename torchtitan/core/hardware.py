@@ -64,7 +64,7 @@ class Link:
     bandwidth: _Above0
     """Bytes/s that a device sends, in one direction, by the data sheet."""
     latency: _Above0
-    """Seconds of a message of no size."""
+    """Seconds of a hop, from a rank to the next one in a ring or a tree."""
     reached: _Share = 1.0
     """Share of the bandwidth that large messages reach."""
     evidence: str = ASSUMED
@@ -73,10 +73,6 @@ class Link:
     @property
     def reached_bandwidth(self) -> float:
         return self.bandwidth * self.reached
-
-    def seconds(self, size: float, messages: float = 1) -> float:
-        """Return the seconds that a device needs to send `size` bytes in `messages` messages."""
-        return messages * self.latency + size / self.reached_bandwidth
 
 
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
@@ -94,6 +90,8 @@ class Hardware:
     name: str
     """Name of the file without its ending. Users choose hardware by this name."""
     title: str
+    chip: str = ""
+    """Name of the chip and its power. Files of the same chip share fitted factors (planner/time/measured_runs.py)."""
     device_names: tuple[str, ...] = ()
     """Regular expressions that search in the name that torch reports for a GPU; none for a CPU."""
     peak: Peak
@@ -108,7 +106,7 @@ class Hardware:
     """To other machines, a device's share of the network cards."""
     products: Curve = field(default_factory=lambda: Curve(most=0.8, half=(256, 256, 256)))
     """Share of the peak in a product of matrices [m, k] and [k, n]. Sizes: m, n, k."""
-    attention: Curve = field(default_factory=lambda: Curve(most=0.45, half=(512,)))
+    attention: Curve = field(default_factory=lambda: Curve(most=0.45, half=(256,)))
     """Share of the peak in attention. Size: keys of a query."""
     memory_bound: Curve = field(default_factory=lambda: Curve(most=0.85, half=(8e6,)))
     """Share of the memory bandwidth in elementwise operations, sums and copies. Size: bytes."""

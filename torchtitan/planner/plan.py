@@ -62,6 +62,9 @@ class Workload:
     reduced_bytes: int = 4
     """Bytes of a gradient when it is reduced, if that is not quantized."""
     reduce_bits: int = 0
+    gathers_once: bool = False
+    """Weights are gathered and gradients reduced once in a step and not in every pass, as by Megatron's distributed
+    optimizer; no job here has it."""
 
     @classmethod
     def of(cls, job: ResolvedJob, samples: int) -> "Workload":

@@ -162,7 +162,7 @@ def is_judged(fault: Fault) -> bool:
 
 MOST_FORWARDS = 1500
 """Largest number of simulated forwards of all ranks. Longer steps are extrapolated, as a full pipeline is periodic."""
-TICK = 1e-6
+TICK = 1e-7
 """Seconds of the simulation's unit."""
 MOST_ACTIONS = 6000
 """Largest number of layouts and plans that a search looks at. One takes milliseconds."""

@@ -24,33 +24,39 @@ from torchtitan.planner.plan import Plan, Workload, planning_obstacle
 from torchtitan.planner.time.messages import FACTORS, PARTS, Calibration, Parts, StepTime
 from torchtitan.planner.time.step_time import UNPUBLISHED_SPREAD, StepTimer
 
-PUBLISHED_ROWS = {"h100-96-500w": 22, "h100-80": 9, "a100-80": 3}
-"""Published rows by hardware."""
+PUBLISHED_ROWS = {"h100": 53, "a100": 49, "h100-500w": 22}
+"""Published rows by chip."""
 PUBLISHED = {
-    "products": 1.203,
-    "attention": 1.212,
-    "memory": 0.883,
-    "tp": 0.841,
-    "async_tp": 0.937,
-    "ring": 1.918,
-    "ep": 0.295,
-    "float8": 1.227,
-    "h100-96-500w": 1.331,
-    "a100-80": 0.910,
-    "h100-80": 0.882,
+    "products": 0.995,
+    "attention": 1.161,
+    "memory": 1.008,
+    "tp": 0.594,
+    "async_tp": 1.130,
+    "ep": 0.338,
+    "fsdp": 1.489,
+    "stragglers": 1.086,
+    "float8": 1.001,
+    "products of a100": 0.873,
+    "products of h100-500w": 1.323,
+    "flash2": 1.917,
+    "kernels of 2023": 1.176,
 }
-"""Factors fitted on published runs (tests/fixtures/published_runs.toml) by scripts/compare_published.py. The hardware's
-own factors tell how its computation differs from the others'."""
+"""Factors that scripts/compare_published.py fits to tests/fixtures/published_*. "products" is of the H100 of 700 W, to
+which other chips are related. The last two are of SOFTWARE."""
+SOFTWARE = {"cudnn": (), "flash2": ("flash2",), "2023": ("flash2", "kernels of 2023")}
+"""Factors of attention by the software of a run: kernels of cuDNN, which torch chooses today and Transformer Engine did
+before; FlashAttention 2, made for the A100 and slow on later GPUs; and kernels of the year before it."""
 PUBLISHED_SPREAD = 0.25
 """Relative error of a step's time like those of the published rows."""
-SIGMAS = {"products": 0.7, "attention": 0.7, "ep": 0.7, "ring": 1.0, "float8": 0.4, "messages": 1.0}
-HARDWARE_SIGMA = 0.3
-"""Standard deviations of the logarithms of factors before anything is measured: of names, and of hardware."""
+SIGMAS = {"products": 0.7, "attention": 0.7, "ep": 0.7, "float8": 0.4, "messages": 1.0}
+"""Standard deviations of the logarithms of factors before anything is measured."""
 SIGMA = 0.5
-"""Standard deviation of the logarithm of a factor before anything is measured."""
+"""The same for other factors."""
+OUTLIER = 0.1
+"""Largest error that counts in full in the fit of published runs, where a few rows are unlike all others."""
 NOISE = 0.05
 """Standard deviation of the logarithm of a step's time around the formula."""
-ITERATIONS = 4
+ITERATIONS = 6
 STEP = 0.02
 """Of numerical derivatives, in the logarithm of a factor."""
 Factors = dict[str, float]
@@ -59,14 +65,19 @@ Predicted = Callable[[Mapping[str, float]], float]
 
 
 def fit_factors(
-    measured: Sequence[tuple[Predicted, float]], names: Sequence[str], sigmas: Mapping[str, float] | None = None
+    measured: Sequence[tuple[Predicted, float]],
+    names: Sequence[str],
+    sigmas: Mapping[str, float] | None = None,
+    outlier: float = math.inf,
+    start: Mapping[str, float] | None = None,
 ) -> Factors:
     """Return the factors that explain measured seconds best, and stay near 1 where nothing is measured.
 
     It maximizes the posterior of a normal prior on the logarithms, by Gauss-Newton. `sigmas`: of some factors.
+    `outlier`: a larger error has less weight. `start`: factors near the result, which one iteration is enough for.
     """
-    logs = dict.fromkeys(names, 0.0)
-    for _ in range(ITERATIONS):
+    logs = {name: math.log(start[name]) if start else 0.0 for name in names}
+    for _ in range(1 if start else ITERATIONS):
         normal = [[0.0] * len(names) for _ in names]
         right = [0.0] * len(names)
         for index, name in enumerate(names):
@@ -76,10 +87,12 @@ def fit_factors(
         for predict, seconds in measured:
             predicted = math.log(predict(_exp(logs)))
             slopes = [(math.log(predict(_exp(logs | {name: logs[name] + STEP}))) - predicted) / STEP for name in names]
+            residual = math.log(seconds) - predicted
+            weight = min(1.0, outlier / max(abs(residual), 1e-9))
             for i, slope in enumerate(slopes):
-                right[i] += slope * (math.log(seconds) - predicted)
+                right[i] += weight * slope * residual
                 for j, other in enumerate(slopes):
-                    normal[i][j] += slope * other
+                    normal[i][j] += weight * slope * other
         for name, change in zip(names, _solved(normal, right), strict=True):
             logs[name] += change
     return _exp(logs)
@@ -103,17 +116,29 @@ def _solved(matrix: list[list[float]], right: list[float]) -> list[float]:
     return solution
 
 
-def usual_calibration(hardware: Hardware) -> Calibration:
+def with_software(factors: Mapping[str, float], hardware: Hardware, software: str) -> Factors:
+    """Return the factors for a run of other SOFTWARE than this project's."""
+    slower = [name for name in SOFTWARE[software] if name != "flash2" or hardware.chip != "a100"]
+    attention = math.prod(factors.get(name, 1.0) for name in ("attention", *slower))
+    return {**factors, "attention": attention}
+
+
+def usual_calibration(hardware: Hardware, software: str = "cudnn") -> Calibration:
     """Return the calibration without measured runs of this job.
 
-    Published factors of computation are of assumed curves, and those of messages of GPUs, which compute meanwhile.
+    Published factors of computation are of assumed curves, and those of messages of GPUs, which compute meanwhile. A
+    chip without published rows has the mean factor of those with rows.
     """
     rows = sum(PUBLISHED_ROWS.values())
     curves = {"products": hardware.products, "attention": hardware.attention, "memory": hardware.memory_bound}
     measured = {name for name, curve in curves.items() if curve.evidence != ASSUMED}
-    factors = {name: factor for name, factor in PUBLISHED.items() if name not in measured and not hardware.cores}
-    if of_this := PUBLISHED_ROWS.get(hardware.name, 0):
-        evidence = f"fitted on {of_this} published row{'s' * (of_this > 1)} of this GPU, {rows} in all"
+    factors = {} if hardware.cores else with_software(PUBLISHED, hardware, software)
+    if factors and hardware.chip not in PUBLISHED_ROWS:
+        chips = [factors.get(f"products of {chip}", 1.0) for chip in PUBLISHED_ROWS]
+        factors["products"] *= statistics.geometric_mean(chips)
+    factors = {name: factor for name, factor in factors.items() if name.partition(" ")[0] not in measured}
+    if of_this := PUBLISHED_ROWS.get(hardware.chip, 0):
+        evidence = f"fitted on {of_this} published rows of this chip, {rows} in all"
         return Calibration(factors, PUBLISHED_SPREAD, evidence, is_published=True)
     return Calibration(
         factors, UNPUBLISHED_SPREAD, f"assumed: no published row is of this hardware; {rows} are of others"
@@ -308,7 +333,7 @@ def calibrate(folders: Sequence[Path], hardware: Hardware, usual: Calibration) -
     names = [*FACTORS, hardware.name]
 
     def factors_of(changes: Mapping[str, float]) -> dict[str, float]:
-        return {name: usual.factors.get(name, 1.0) * changes.get(name, 1.0) for name in names}
+        return {**usual.factors, **{name: usual.factors.get(name, 1.0) * factor for name, factor in changes.items()}}
 
     measured = [(lambda changes, run=run: run.predicted(hardware, factors_of(changes)), run.seconds) for run in runs]
     factors = factors_of(fit_factors(measured, names, {**SIGMAS, hardware.name: 2.0}))

@@ -7,7 +7,7 @@ a CPU share its cores, and gloo sends with the cores that compute, so there noth
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil, lcm
+from math import ceil, lcm, log2
 from typing import NamedTuple
 
 from torchtitan.core.hardware import Hardware, Link
@@ -25,11 +25,12 @@ PARTS = {
     "bubble": "pipeline bubble",
     "fsdp": "FSDP and replicas, exposed",
     "optimizer": "optimizer",
+    "stragglers": "waiting for the slowest machine",
 }
 """Parts of a step's time, in the order of tables."""
-FACTORS = ("products", "attention", "memory", "messages", "tp", "async_tp", "ring", "ep", "float8")
+FACTORS = ("products", "attention", "memory", "messages", "tp", "async_tp", "ep", "fsdp", "stragglers", "float8")
 """Names of the factors: products, attention, operations bound by memory, all messages, exposed messages of tensor and
-expert parallel, attention over the keys of other ranks in a ring, and products in float8."""
+expert parallel, FSDP's messages beside computation, stragglers, and products in float8."""
 ATTENTION_BACKWARD = 2.5
 """Products in the backward of a fused attention kernel relative to its forward: five and two."""
 
@@ -49,7 +50,8 @@ class Calibration:
     """Factors that fit the formula to measured steps."""
 
     factors: Mapping[str, float] = field(default_factory=dict)
-    """Factors of the time of some of FACTORS, and of the computation of some hardware by its name; 1 for others."""
+    """Factors of the time of some of FACTORS, of the computation of hardware by its name, and of the products of a chip
+    by "products of CHIP"; 1 for others."""
     spread: float = 0.35
     """Relative error of a step's time that a prediction's interval covers."""
     evidence: str = "assumed"
@@ -138,8 +140,28 @@ class StepTime:
         return name if overhead.get(name, 0.0) >= 0.1 * self.seconds else "products"
 
 
-EXPOSED = {"tp": 1.0, "async_tp": 0.35, "cp": 1.0, "ep": 1.0, "overlapped_ep": 0.25}
-"""Share of the messages' time that a rank waits for, on GPUs."""
+EXPOSED = {"tp": 1.0, "async_tp": 0.35, "cp": 1.0, "ep": 1.0, "overlapped_ep": 0.25, "fsdp": 0.45}
+"""Share of the messages' time that a rank waits for, on GPUs. "fsdp": by which messages slow the computation beside
+them, as they take cores and memory bandwidth from it."""
+
+
+class Message(NamedTuple):
+    """Seconds of messages."""
+
+    transfer: float = 0.0
+    """To send their bytes."""
+    latency: float = 0.0
+    """To pass all hops. Computation does not hide it: all ranks of a ring wait for the slowest one."""
+
+    @property
+    def seconds(self) -> float:
+        return self.transfer + self.latency
+
+    def and_then(self, other: "Message") -> "Message":
+        return Message(self.transfer + other.transfer, self.latency + other.latency)
+
+    def times(self, factor: float) -> "Message":
+        return Message(factor * self.transfer, factor * self.latency)
 
 
 @dataclass
@@ -176,32 +198,45 @@ class MessageTimer:
         inside, between = self._links
         return inside if extent <= self.hardware.devices_per_machine else between
 
-    def gather(self, size: float, group: float, stride: int, messages: float = 1) -> float:
-        """Return the seconds to gather `size` bytes in `messages` over a group with members `stride` ranks apart.
+    def _members(self, group: float, stride: int) -> float:
+        """Return the number of ranks that a group with members `stride` ranks apart has in a machine."""
+        return max(1, min(group, self.hardware.devices_per_machine // stride))
 
-        Members in the same machine share the machine's network cards.
+    def gather(self, size: float, group: float, stride: int, messages: float = 1) -> Message:
+        """Return the time to gather `size` bytes in `messages` around a ring of ranks that are `stride` ranks apart.
+
+        Members in the same machine share the machine's network cards. A reduce-scatter takes as long.
         """
         if group <= 1 or size <= 0:
-            return 0.0
-        members = max(1, min(group, self.hardware.devices_per_machine // stride))
-        link, network = self._links
-        inside = link.seconds(size * (members - 1) / members, messages) if members > 1 else 0.0
-        if members == group:
-            return inside
+            return Message()
+        members, (link, network) = self._members(group, stride), self._links
         machines = group / members
-        return max(inside, network.seconds(size * (machines - 1) / machines / members, messages))
+        transfer = size * (members - 1) / members / link.reached_bandwidth
+        if machines > 1:
+            transfer = max(transfer, size * (machines - 1) / machines / members / network.reached_bandwidth)
+        hops = (group - machines) * link.latency + (machines - 1) * network.latency
+        return Message(transfer, messages * hops)
 
-    def exchange(self, size: float, group: float, stride: int, messages: float = 1) -> float:
-        """Return the seconds of all-to-alls, in which a rank sends its part of `size` bytes to each of the others.
+    def all_reduce(self, size: float, group: float, stride: int, messages: float = 1) -> Message:
+        """Return the time to sum `size` bytes: twice the bytes of `gather`, along a tree of the machines and back."""
+        if group <= 1 or size <= 0:
+            return Message()
+        members, (link, network) = self._members(group, stride), self._links
+        hops = (members - 1) * link.latency + log2(group / members) * network.latency
+        return Message(2 * self.gather(size, group, stride).transfer, 2 * messages * hops)
 
-        The group is as in `gather`, but every rank sends its parts for other machines itself.
+    def exchange(self, size: float, group: float, stride: int, messages: float = 1) -> Message:
+        """Return the time of all-to-alls, in which a rank sends its part of `size` bytes to each of the others.
+
+        The group is as in `gather`, but every rank sends its parts for other machines itself, one after the other.
         """
         if group <= 1 or size <= 0:
-            return 0.0
-        members = max(1, min(group, self.hardware.devices_per_machine // stride))
-        link, network = self._links
-        inside = link.seconds(size * (members - 1) / group, messages) if members > 1 else 0.0
-        return max(inside, network.seconds(size * (group - members) / group, messages)) if members < group else inside
+            return Message()
+        members, (link, network) = self._members(group, stride), self._links
+        inside = size * (members - 1) / group / link.reached_bandwidth
+        between = size * (group - members) / group / network.reached_bandwidth
+        hops = (members - 1) * link.latency + (group - members) * network.latency
+        return Message(max(inside, between), messages * hops)
 
     def waited(self, plan: Plan, has_experts: bool, tokens: float) -> Parts:
         """Return the seconds of messages that a block waits for, in forward and backward, for `tokens` of a rank."""
@@ -210,12 +245,13 @@ class MessageTimer:
         replays = 1 + (plan.recompute == "full")
         if plan.tp > 1:
             calls = 4 * (1 + replays) - 4 * (replays - 1) / 2
-            size = b * args.dim * tokens * (plan.tp - 1) / plan.tp
             kind = "async_tp" if plan.async_tp else "tp"
-            seconds = calls * self._link(plan.tp).seconds(size)
+            seconds = self.gather(b * args.dim * tokens, plan.tp, 1).times(calls).seconds
             waited["tp"] = self.calibration.factor(kind) * self._exposed(kind) * seconds
         if plan.cp > 1:
-            seconds = self._link(plan.tp * plan.cp).seconds(*self._attention_message(plan, tokens))
+            size, messages = self._attention_message(plan, tokens)
+            link = self._link(plan.tp * plan.cp)
+            seconds = size / link.reached_bandwidth + messages * (plan.cp - 1) * link.latency
             waited["cp"] = self._exposed("cp") * (1 + replays) * seconds
         if plan.ep > 1 and has_experts:
             seconds = self._all_to_all(plan, tokens / plan.tp) * 2 * (1 + replays)
@@ -239,36 +275,36 @@ class MessageTimer:
     def _all_to_all(self, plan: Plan, local_tokens: float) -> float:
         """Return the exposed seconds to send each token to its experts, or back."""
         size = self.workload.compute_bytes * self.workload.args.dim * local_tokens * self.workload.args.top_k
-        near = min(plan.ep, self.hardware.devices_per_machine) / plan.ep
-        link, network = self._links
-        far = network.seconds(size * (1 - near), plan.ep * (1 - near) ** 0.5) if near < 1 else 0.0
-        return self._exposed("overlapped_ep" if plan.overlap_experts else "ep") * max(far, link.seconds(size * near))
+        exposed = self._exposed("overlapped_ep" if plan.overlap_experts else "ep")
+        return exposed * self.exchange(size, plan.ep, 1).seconds
 
     def send(self, plan: Plan) -> float:
         """Return the seconds from the end of a stage to its result's arrival on the next rank."""
         tokens = plan.microbatch * self.workload.seq_len / plan.cp / plan.tp
         extent = plan.tp * plan.cp * plan.shards * plan.replicas * plan.pp
         size = self.workload.compute_bytes * self.workload.args.dim * tokens
-        return self.turns(plan) * self._link(extent).seconds(size)
+        link = self._link(extent)
+        return self.turns(plan) * (link.latency + size / link.reached_bandwidth)
 
     # FSDP
 
     def blocks_of_a_rank(self, plan: Plan) -> float:
         return max(1.0, self.workload.args.n_layers / plan.pp)
 
-    def gather_weights(self, plan: Plan, dense: float, experts: float, inner: int = 0) -> float:
-        """Return the seconds to gather `dense` bytes and `experts` weights.
+    def gather_weights(self, plan: Plan, dense: float, experts: float, inner: int = 0) -> Message:
+        """Return the time to gather `dense` bytes and `experts` weights.
 
         `inner`: number of ranks that share a second copy; 0 to gather from all shards.
         """
         blocks = self.blocks_of_a_rank(plan)
-        seconds = self.gather(dense, inner or plan.shards * plan.cp, plan.tp, blocks)
+        message = self.gather(dense, inner or plan.shards * plan.cp, plan.tp, blocks)
         group = inner if inner and plan.ep == 1 else plan.expert_shards  # other experts have no second copy
-        seconds += self.gather(self.workload.weight_bytes * experts, group, max(plan.tp, plan.ep), blocks)
-        return self.turns(plan) * seconds
+        stride = max(plan.tp, plan.ep)
+        message = message.and_then(self.gather(self.workload.weight_bytes * experts, group, stride, blocks))
+        return message.times(self.turns(plan))
 
-    def reduce_gradients(self, plan: Plan, weights: WeightCounts) -> float:
-        """Return the seconds to reduce the gradients of a rank's weights.
+    def reduce_gradients(self, plan: Plan, weights: WeightCounts) -> Message:
+        """Return the time to reduce the gradients of a rank's weights.
 
         Quantized reductions are all-to-alls, in two hops where there are second shards.
         """
@@ -276,15 +312,31 @@ class MessageTimer:
         size = workload.message_bytes(workload.reduce_bits, workload.reduced_bytes)
         inner = 1 if isinstance(workload.reshard, str) else workload.reshard
 
-        def hops(numbers: float, group: float, stride: int, inner: int) -> float:
+        def hops(numbers: float, group: float, stride: int, inner: int) -> Message:
             if not workload.reduce_bits:
                 return self.gather(size * numbers, group, stride, blocks)
             messages = blocks * max(1, ceil(numbers / blocks / PIECE))
             if inner == 1:
                 return self.exchange(size * numbers, group, stride, messages)
             first = self.exchange(size * numbers, inner, stride, messages)
-            return first + self.exchange(size * numbers / inner, group / inner, stride * inner, messages)
+            return first.and_then(self.exchange(size * numbers / inner, group / inner, stride * inner, messages))
 
         dense = hops(weights.dense, plan.shards * plan.cp, plan.tp, inner)
         experts = hops(weights.experts, plan.expert_shards, max(plan.tp, plan.ep), inner if plan.ep == 1 else 1)
-        return self.turns(plan) * (dense + experts)
+        return dense.and_then(experts).times(self.turns(plan))
+
+    def sum_replicas(self, plan: Plan, stored: float) -> Message:
+        """Return the time to sum the gradients of `stored` weights over replicas."""
+        size, stride = self.workload.reduced_bytes * stored, plan.tp * plan.cp * plan.shards
+        message = self.all_reduce(size, plan.replicas, stride, self.blocks_of_a_rank(plan))
+        return message.times(self.turns(plan))
+
+    def exposed_beside(self, message: Message, computed: float) -> float:
+        """Return the seconds that messages add to `computed` seconds of computation, during which they travel.
+
+        What takes longer than the computation is waited for, and the rest slows the computation.
+        """
+        if not self.overlap:
+            return message.seconds
+        slowed = self.calibration.factor("fsdp") * EXPOSED["fsdp"] * min(message.transfer, computed)
+        return max(0.0, message.transfer - computed) + slowed + message.latency

@@ -2,9 +2,10 @@
 
 Products take FLOPs / (peak x share of their sizes), attention likewise, everything else bytes / memory bandwidth; what
 backward recomputes counts again. Messages take latency + bytes / bandwidth of the link inside or between machines. FSDP
-gathers while a layer computes: the longer of the two counts. Tensor, context and expert parallel wait for their
-messages: their `exposed` share is added. A pipeline idles by its schedule: `step_time` uses a lower bound of the
-bubble, `PipelineTimer` of search.py simulates it.
+gathers while a layer computes: the longer of the two counts, and messages slow the computation beside them. Tensor,
+context and expert parallel wait for their messages: their `exposed` share is added. A pipeline idles by its schedule:
+`step_time` uses a lower bound of the bubble, `PipelineTimer` of search.py simulates it. With more machines the slowest
+of them is slower.
 
 The ranks of a CPU share its cores, and gloo sends with the cores that compute: all messages count in full. If more
 ranks than cores take turns, a pipeline's idle ranks leave their turns to others.
@@ -17,6 +18,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from itertools import accumulate
+from math import log2
 
 from torchtitan.core.hardware import Curve, Hardware
 from torchtitan.models.sizes import POST_NORMS, STACK, Sizes, split_side
@@ -27,14 +29,18 @@ from torchtitan.planner.time.messages import BlockTime, Calibration, MessageTime
 
 COMPUTED = ("products", "attention", "memory", "recompute")
 """Parts during which messages of FSDP travel."""
-RING = 0.3
-"""Additional time of ring attention for the share of the keys that come from other ranks."""
 EAGER_PASSES, COMPILED_PASSES = 1.0, 0.55
 """Memory traffic of elementwise operations, relative to eager kernels: the compiler fuses them."""
-LEAST_PARAMETERS, MOST_STAGES, LEAST_SECONDS = 1e9, 16, 0.05
-"""Limits of the published rows: parameters of a model, pipeline ranks, seconds of a step."""
+LEAST_PARAMETERS, LEAST_SECONDS, LEAST_EXPERT = 1e9, 0.05, 2048
+MOST_GPUS, MOST_SHARDS, MOST_STAGES = 16384, 512, 16
+"""Limits of the published rows: parameters of a model, seconds of a step, width of an expert, GPUs, ranks of an FSDP
+group, pipeline ranks."""
 UNPUBLISHED_SPREAD = 0.40
 """Relative error of a step's time without a published row like it. Assumed."""
+STRAGGLING = 0.01
+"""Share of a step that each doubling of the machines adds."""
+FLOAT8_BYTES = 4
+"""Bytes moved for each value that is rounded to float8: read in bfloat16, and written for two layouts."""
 ACTION_SECONDS = 1.5e-3
 """What an action of a pipeline's runtime takes on a CPU (docs/benchmarks.md). A GPU computes meanwhile."""
 OPTIMIZER_PASSES = 7
@@ -54,7 +60,8 @@ class StepTimer:
 
     def _computed(self, name: str) -> float:
         """Return the factor of products or attention."""
-        return self.calibration.factor(name) * self.calibration.factor(self.hardware.name)
+        of_chip = self.calibration.factor(f"{name} of {self.hardware.chip}")
+        return self.calibration.factor(name) * self.calibration.factor(self.hardware.name) * of_chip
 
     def _curve(self, name: str, computes_float32: bool) -> Curve:
         """Return the curve of products or attention."""
@@ -84,9 +91,8 @@ class StepTimer:
         widths = args.qk_head_dim + args.v_head_dim if hasattr(args, "kv_lora_rank") else 2 * args.head_dim
         peak = self.hardware.peak.bfloat16 if self.workload.compute_bytes == 2 else self.hardware.peak.float32
         flops = 2 * tokens * args.n_heads / plan.tp * widths * keys
-        ring = 1 + self.calibration.factor("ring") * RING * plan.ring * (1 - 1 / plan.cp)
         curve = self._curve("attention", self.workload.compute_bytes == 4)
-        return self._computed("attention") * ring * flops / (peak * curve.share(keys))
+        return self._computed("attention") * flops / (peak * curve.share(keys))
 
     def _moved(self, size: float) -> float:
         """Return the seconds to move bytes of memory in kernels that compute little."""
@@ -126,6 +132,23 @@ class StepTimer:
             values += (5 if "feed_forward.w3" in sizes else 2) * width * tokens
         return b * values
 
+    def _rounded(self, plan: Plan, sizes: Sizes, tokens: float, local_tokens: float) -> float:
+        """Return the bytes that are moved to round the factors of a block's products to float8, in forward.
+
+        Inputs and gradients of outputs are rounded once in a step, and weights once in each of the three products.
+        """
+        if self.workload.dtype != "float8":
+            return 0.0
+        values = 0.0
+        for name, (outputs, inputs) in sizes.items():
+            side = split_side(name)
+            if name == STACK:
+                values += 3 * local_tokens * self.workload.args.top_k * (outputs + inputs)
+                continue
+            n, k = outputs / (plan.tp if side == 0 else 1), inputs / (plan.tp if side not in (0, None) else 1)
+            values += tokens * (n + k) + 3 * outputs * inputs / plan.tp
+        return FLOAT8_BYTES * values / 3
+
     # Blocks, stages
 
     def stages(self, plan: Plan) -> list[Counter[int]]:
@@ -152,7 +175,8 @@ class StepTimer:
         products = slowdown * self._linears(plan, sizes, tokens, local_tokens)
         attention = slowdown * self._attention(plan, tokens)
         passes = COMPILED_PASSES if plan.compiled else EAGER_PASSES
-        moved = slowdown * self._moved(passes * self._elementwise(plan, sizes, tokens, local_tokens))
+        size = passes * self._elementwise(plan, sizes, tokens, local_tokens)
+        moved = slowdown * self._moved(size + self._rounded(plan, sizes, tokens, local_tokens))
         forward = products + attention + moved
         share = {"none": 0.0, "full": 1.0}.get(plan.recompute)
         if share is None:
@@ -267,7 +291,8 @@ class StepTimer:
         """Return a lower bound of a step for all schedules and replicas: an even share of the blocks, no bubble."""
         fastest = replace(layout, overlap_experts=layout.pp > 1 and layout.ep > 1)
         parts = self._sum(fastest, [self.all_blocks], with_head=True)
-        return parts.total() * layout.microbatches * layout.passes / layout.pp
+        seconds = parts.total() * layout.microbatches * layout.passes / layout.pp
+        return seconds * (1 + self._straggling(layout))
 
     @cached_property
     def all_blocks(self) -> Counter[int]:
@@ -286,9 +311,12 @@ class StepTimer:
         local = self.stored(plan, weights)
         computed = sum(parts[name] for name in COMPUTED)
         if with_fsdp:
-            parts["fsdp"] = self._fsdp(plan, weights, computed) + self._replicas(plan, local, computed)
+            replicas = self.messages.sum_replicas(plan, local)
+            parts["fsdp"] = self._fsdp(plan, weights, computed)
+            parts["fsdp"] += self.messages.exposed_beside(replicas, computed / 2)  # in the backward
         slowdown = self.hardware.slowdown(plan.gpus)
         parts["optimizer"] = slowdown * self._moved((OPTIMIZER_PASSES + 2) * self.workload.stored_bytes * local)
+        parts["stragglers"] = self._straggling(plan) * parts.total()
         parts = Parts({name: seconds for name, seconds in parts.items() if seconds > 0})
         seconds = parts.total()
         peak = self.hardware.peak.bfloat16 if self.workload.compute_bytes == 2 else self.hardware.peak.float32
@@ -303,15 +331,26 @@ class StepTimer:
             bubble=parts["bubble"] / seconds,
         )
 
+    def _straggling(self, plan: Plan) -> float:
+        """Return the share of a step by which the slowest of the machines is late. It grows with their logarithm."""
+        if not self.messages.overlap or plan.gpus <= self.hardware.devices_per_machine:
+            return 0.0
+        machines = plan.gpus / self.hardware.devices_per_machine
+        return self.calibration.factor("stragglers") * STRAGGLING * log2(machines)
+
     def _outside(self, plan: Plan, seconds: float) -> str:
         """Return what no published row is like."""
-        if self.workload.args.num_parameters < LEAST_PARAMETERS:
-            return f"a model below {LEAST_PARAMETERS / 1e9:.0f}B"
-        if plan.cp > 1 and plan.cp_method == "ulysses":
-            return "ulysses"
-        if plan.pp > MOST_STAGES:
-            return f"PP above {MOST_STAGES}"
-        return f"a step below {LEAST_SECONDS * 1000:.0f} ms" if seconds < LEAST_SECONDS else ""
+        args, shards = self.workload.args, plan.shards * plan.cp
+        limits = {
+            f"a model below {LEAST_PARAMETERS / 1e9:.0f}B": args.num_parameters < LEAST_PARAMETERS,
+            f"experts narrower than {LEAST_EXPERT:,}": getattr(args, "expert_dim", LEAST_EXPERT) < LEAST_EXPERT,
+            f"more than {MOST_GPUS:,} GPUs": plan.gpus > MOST_GPUS,
+            f"FSDP over more than {MOST_SHARDS} ranks": shards > MOST_SHARDS,
+            f"PP above {MOST_STAGES}": plan.pp > MOST_STAGES,
+            "ulysses": plan.cp > 1 and plan.cp_method == "ulysses",
+            f"a step below {LEAST_SECONDS * 1000:.0f} ms": seconds < LEAST_SECONDS,
+        }
+        return ", ".join(name for name, is_outside in limits.items() if is_outside)
 
     def stage_times(self, plan: Plan) -> list[tuple[float, float, float]]:
         """Return the seconds of forward, input gradient and weight gradient of each stage, for one microbatch."""
@@ -332,9 +371,10 @@ class StepTimer:
         return times
 
     def _accumulated(self, plan: Plan, weights: WeightCounts) -> float:
-        """Return the seconds to add the gradients of a pipeline's microbatches, which are reduced together."""
+        """Return the seconds to add the gradients of a batch's microbatches, or passes, that are reduced together."""
         size = 2 * self.workload.reduced_bytes + self.workload.compute_bytes  # a sum is read and written
-        added = (plan.microbatches - 1) * self._moved(size * (weights.dense + weights.experts)) if plan.pp > 1 else 0.0
+        sums = plan.microbatches - 1 if plan.pp > 1 else int(self.workload.gathers_once)
+        added = sums * self._moved(size * (weights.dense + weights.experts)) if sums else 0.0
         return self.hardware.slowdown(plan.gpus) * added
 
     def _fsdp(self, plan: Plan, weights: WeightCounts, computed: float) -> float:
@@ -342,22 +382,26 @@ class StepTimer:
 
         The embedding and the head stay gathered from forward to backward; blocks are gathered again, by default.
         """
-        workload, passes = self.workload, plan.passes
-        dense, again = workload.gathered_bytes * weights.dense, resharding(workload.reshard, plan.pp)
+        workload, passes, again = self.workload, plan.passes, resharding(self.workload.reshard, plan.pp)
+        if workload.gathers_once:
+            passes, again, computed = 1, False, computed / passes
+        dense = workload.gathered_bytes * weights.dense
         gather = self.messages.gather_weights(plan, dense, weights.experts)
         reduce = self.messages.reduce_gradients(plan, weights)
         if plan.pp > 1:  # once in a batch, while the first microbatches fill the pipeline
+            seconds = gather.and_then(reduce).seconds
             if not self.messages.overlap:
-                return passes * (gather + reduce + self._copied(plan, weights, dense, weights.experts))
-            return 0.5 * passes * (gather + reduce)
+                return passes * (seconds + self._copied(plan, weights, dense, weights.experts))
+            return 0.5 * passes * seconds
         if again:
             blocks, inner = dense - workload.ends_bytes / plan.tp, 0 if isinstance(again, bool) else again
-            gather += self.messages.gather_weights(plan, blocks, weights.experts, inner)
+            gather = gather.and_then(self.messages.gather_weights(plan, blocks, weights.experts, inner))
             dense += blocks
-        total = passes * (gather + reduce)
+        total = gather.and_then(reduce).times(passes)
+        copied = 0.0
         if not self.messages.overlap:
-            return total + passes * self._copied(plan, weights, dense, weights.experts * (2 if again else 1))
-        return max(0.0, total - computed) + total / self.messages.blocks_of_a_rank(plan)
+            copied = passes * self._copied(plan, weights, dense, weights.experts * (2 if again else 1))
+        return self.messages.exposed_beside(total, computed) + copied
 
     def _copied(self, plan: Plan, weights: WeightCounts, dense: float, experts: float) -> float:
         """Return the seconds to copy weights out of gathered buffers, and gradients into those that are reduced.
@@ -368,10 +412,3 @@ class StepTimer:
         of_experts = self.workload.weight_bytes * experts + self.workload.reduced_bytes * weights.experts
         copied += of_experts * (plan.expert_shards > 1)
         return self.hardware.slowdown(plan.gpus) * self._moved(2 * copied)  # read and written
-
-    def _replicas(self, plan: Plan, stored: float, computed: float) -> float:
-        """Return the seconds to sum the gradients of `stored` weights over replicas that computation does not hide."""
-        turns, stride = self.messages.turns(plan), plan.tp * plan.cp * plan.shards
-        size = self.workload.reduced_bytes * stored
-        total = turns * 2 * self.messages.gather(size, plan.replicas, stride, self.messages.blocks_of_a_rank(plan))
-        return max(0.0, total - 0.5 * computed) + 0.05 * total if self.messages.overlap else total
