@@ -29,7 +29,7 @@ from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.search import Limits, Search
 from torchtitan.planner.time import measured_runs
 from torchtitan.planner.time.measured_runs import MeasuredRun
-from torchtitan.planner.time.messages import Calibration, Message
+from torchtitan.planner.time.messages import Calibration, MessageTime
 from torchtitan.planner.time.step_time import StepTimer
 from torchtitan.rules import check
 
@@ -231,7 +231,7 @@ def test_messages_pass_the_hops_of_a_ring_or_a_tree():
 
 def test_messages_slow_the_computation_beside_them():
     messages = StepTimer(Workload.of(resolved("llama3_8b"), 8), H100).messages
-    message = Message(transfer=2.0, latency=0.1)
+    message = MessageTime(transfer=2.0, latency=0.1)
     assert messages.exposed_beside(message, 10.0) == pytest.approx(0.45 * 2 + 0.1)
     assert messages.exposed_beside(message, 0.5) == pytest.approx(1.5 + 0.45 * 0.5 + 0.1)
 

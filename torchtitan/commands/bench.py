@@ -107,7 +107,7 @@ def main(argv: list[str]) -> int:
 def describe_hardware(hardware: Hardware) -> str:
     rates = f"{hardware.peak.bfloat16 / 1e9:,.0f} GFLOP/s in bfloat16, {hardware.peak.float32 / 1e9:,.0f} in float32"
     link = hardware.machine_link
-    messages = f"{link.bandwidth / 1e9:,.1f} GB/s between ranks and {link.latency * 1e6:,.0f} us a message"
+    messages = f"{link.bandwidth / 1e9:,.1f} GB/s between ranks and {link.latency * 1e6:,.0f} us a hop"
     return f"{rates}; {hardware.memory_bandwidth / 1e9:,.0f} GB/s of memory; {messages}, {link.evidence}"
 
 

@@ -11,7 +11,7 @@ from torchtitan.planner.search import Candidate, Result
 from torchtitan.planner.time.messages import PARTS, Calibration
 
 COUNTED, SIMULATED, FORMULA, ASSUMED = "counted", "simulated", "formula", "assumed"
-ASSUMED_PARTS = {"cp": "messages", "optimizer": "optimizer"}
+ASSUMED_PARTS = {"cp": "messages", "fsdp": "fsdp", "optimizer": "optimizer"}
 """Parts that published runs do not fit, and the factor by which other runs do. None fits the optimizer."""
 HEADER = f"{'':4}{'s/step':>9} {'tok/s/GPU':>9} {'MFU':>6} {'GiB, low-high':>14} {'bubble':>7}  "
 

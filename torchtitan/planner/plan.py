@@ -15,7 +15,7 @@ from torchtitan.job.model import JobModel
 from torchtitan.losses.tasks import auto_chunks
 from torchtitan.models.flops import causal_keys, flops_per_token, latent_flops_per_token, mean_over_layers
 from torchtitan.models.sizes import STACK, Sizes
-from torchtitan.parallelisms.degrees import NEEDS_DEGREE, RINGS, expert_shards
+from torchtitan.parallelisms.degrees import NEEDS_DEGREE, expert_shards
 from torchtitan.parallelisms.fsdp_messages import BITS, BLOCK, block_bytes
 from torchtitan.parallelisms.pipeline.cut import schedule_traits, split_layers, stages_of_rank
 from torchtitan.planner.memory.rank_layout import BYTES, float8_weights
@@ -229,10 +229,6 @@ class Plan:
     def merges_backward(self) -> bool:
         """True if gradients of inputs and weights are computed together, as recompute and compile need it."""
         return self.recompute != "none" or self.compiled
-
-    @property
-    def ring(self) -> bool:
-        return self.cp_method in RINGS
 
     @property
     def layout(self) -> tuple[int, int, int, int, str, int]:

@@ -295,11 +295,12 @@ def _rank(rank: int, ranks: int, store: str, sizes: Sizes, results: Any) -> None
 
 
 def _link(ranks: int, sizes: Sizes, seconds: Sequence[float]) -> dict[str, float]:
-    """Return the bandwidth and latency of a rank in exchanges between all ranks of this machine."""
+    """Return the bandwidth of a rank and the latency of a hop in exchanges between all ranks of this machine."""
     small, *_, large = seconds
     sent = [size * (ranks - 1) for size in sizes.sent]
     bandwidth = _rounded((sent[-1] - sent[0]) / max(large - small, 1e-9))
-    return {"bandwidth": bandwidth, "latency": _rounded(max(small - sent[0] / bandwidth, 1e-7))}
+    hops = ranks - 1
+    return {"bandwidth": bandwidth, "latency": _rounded(max(small - sent[0] / bandwidth, 1e-7) / hops)}
 
 
 def _exchange_seconds(ranks: int, size: int, device: torch.device) -> float:

@@ -145,7 +145,7 @@ EXPOSED = {"tp": 1.0, "async_tp": 0.35, "cp": 1.0, "ep": 1.0, "overlapped_ep": 0
 them, as they take cores and memory bandwidth from it."""
 
 
-class Message(NamedTuple):
+class MessageTime(NamedTuple):
     """Seconds of messages."""
 
     transfer: float = 0.0
@@ -157,11 +157,11 @@ class Message(NamedTuple):
     def seconds(self) -> float:
         return self.transfer + self.latency
 
-    def and_then(self, other: "Message") -> "Message":
-        return Message(self.transfer + other.transfer, self.latency + other.latency)
+    def and_then(self, other: "MessageTime") -> "MessageTime":
+        return MessageTime(self.transfer + other.transfer, self.latency + other.latency)
 
-    def times(self, factor: float) -> "Message":
-        return Message(factor * self.transfer, factor * self.latency)
+    def times(self, factor: float) -> "MessageTime":
+        return MessageTime(factor * self.transfer, factor * self.latency)
 
 
 @dataclass
@@ -202,41 +202,41 @@ class MessageTimer:
         """Return the number of ranks that a group with members `stride` ranks apart has in a machine."""
         return max(1, min(group, self.hardware.devices_per_machine // stride))
 
-    def gather(self, size: float, group: float, stride: int, messages: float = 1) -> Message:
+    def gather(self, size: float, group: float, stride: int, messages: float = 1) -> MessageTime:
         """Return the time to gather `size` bytes in `messages` around a ring of ranks that are `stride` ranks apart.
 
         Members in the same machine share the machine's network cards. A reduce-scatter takes as long.
         """
         if group <= 1 or size <= 0:
-            return Message()
+            return MessageTime()
         members, (link, network) = self._members(group, stride), self._links
         machines = group / members
         transfer = size * (members - 1) / members / link.reached_bandwidth
         if machines > 1:
             transfer = max(transfer, size * (machines - 1) / machines / members / network.reached_bandwidth)
         hops = (group - machines) * link.latency + (machines - 1) * network.latency
-        return Message(transfer, messages * hops)
+        return MessageTime(transfer, messages * hops)
 
-    def all_reduce(self, size: float, group: float, stride: int, messages: float = 1) -> Message:
+    def all_reduce(self, size: float, group: float, stride: int, messages: float = 1) -> MessageTime:
         """Return the time to sum `size` bytes: twice the bytes of `gather`, along a tree of the machines and back."""
         if group <= 1 or size <= 0:
-            return Message()
+            return MessageTime()
         members, (link, network) = self._members(group, stride), self._links
         hops = (members - 1) * link.latency + log2(group / members) * network.latency
-        return Message(2 * self.gather(size, group, stride).transfer, 2 * messages * hops)
+        return MessageTime(2 * self.gather(size, group, stride).transfer, 2 * messages * hops)
 
-    def exchange(self, size: float, group: float, stride: int, messages: float = 1) -> Message:
+    def exchange(self, size: float, group: float, stride: int, messages: float = 1) -> MessageTime:
         """Return the time of all-to-alls, in which a rank sends its part of `size` bytes to each of the others.
 
         The group is as in `gather`, but every rank sends its parts for other machines itself, one after the other.
         """
         if group <= 1 or size <= 0:
-            return Message()
+            return MessageTime()
         members, (link, network) = self._members(group, stride), self._links
         inside = size * (members - 1) / group / link.reached_bandwidth
         between = size * (group - members) / group / network.reached_bandwidth
         hops = (members - 1) * link.latency + (group - members) * network.latency
-        return Message(max(inside, between), messages * hops)
+        return MessageTime(max(inside, between), messages * hops)
 
     def waited(self, plan: Plan, has_experts: bool, tokens: float) -> Parts:
         """Return the seconds of messages that a block waits for, in forward and backward, for `tokens` of a rank."""
@@ -291,7 +291,7 @@ class MessageTimer:
     def blocks_of_a_rank(self, plan: Plan) -> float:
         return max(1.0, self.workload.args.n_layers / plan.pp)
 
-    def gather_weights(self, plan: Plan, dense: float, experts: float, inner: int = 0) -> Message:
+    def gather_weights(self, plan: Plan, dense: float, experts: float, inner: int = 0) -> MessageTime:
         """Return the time to gather `dense` bytes and `experts` weights.
 
         `inner`: number of ranks that share a second copy; 0 to gather from all shards.
@@ -303,7 +303,7 @@ class MessageTimer:
         message = message.and_then(self.gather(self.workload.weight_bytes * experts, group, stride, blocks))
         return message.times(self.turns(plan))
 
-    def reduce_gradients(self, plan: Plan, weights: WeightCounts) -> Message:
+    def reduce_gradients(self, plan: Plan, weights: WeightCounts) -> MessageTime:
         """Return the time to reduce the gradients of a rank's weights.
 
         Quantized reductions are all-to-alls, in two hops where there are second shards.
@@ -312,7 +312,7 @@ class MessageTimer:
         size = workload.message_bytes(workload.reduce_bits, workload.reduced_bytes)
         inner = 1 if isinstance(workload.reshard, str) else workload.reshard
 
-        def hops(numbers: float, group: float, stride: int, inner: int) -> Message:
+        def hops(numbers: float, group: float, stride: int, inner: int) -> MessageTime:
             if not workload.reduce_bits:
                 return self.gather(size * numbers, group, stride, blocks)
             messages = blocks * max(1, ceil(numbers / blocks / PIECE))
@@ -325,13 +325,13 @@ class MessageTimer:
         experts = hops(weights.experts, plan.expert_shards, max(plan.tp, plan.ep), inner if plan.ep == 1 else 1)
         return dense.and_then(experts).times(self.turns(plan))
 
-    def sum_replicas(self, plan: Plan, stored: float) -> Message:
+    def sum_replicas(self, plan: Plan, stored: float) -> MessageTime:
         """Return the time to sum the gradients of `stored` weights over replicas."""
         size, stride = self.workload.reduced_bytes * stored, plan.tp * plan.cp * plan.shards
         message = self.all_reduce(size, plan.replicas, stride, self.blocks_of_a_rank(plan))
         return message.times(self.turns(plan))
 
-    def exposed_beside(self, message: Message, computed: float) -> float:
+    def exposed_beside(self, message: MessageTime, computed: float) -> float:
         """Return the seconds that messages add to `computed` seconds of computation, during which they travel.
 
         What takes longer than the computation is waited for, and the rest slows the computation.
