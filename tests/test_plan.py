@@ -2,6 +2,7 @@
 
 import collections
 import dataclasses
+import functools
 import importlib.util
 import json
 import math
@@ -58,7 +59,9 @@ def resolved(name, *options, gpus=1):
     return ResolvedJob(load(name, *options), gpus, "cuda")
 
 
+@functools.cache
 def searched(name, gpus, samples, gpu="h100-80", *options, top=10):
+    """Return the search for plans of a job and its result, which several tests share."""
     hardware = load_hardware(gpu)
     job = resolved(name, *options)
     workload = Workload.of(job, samples)

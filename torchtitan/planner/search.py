@@ -220,7 +220,8 @@ def faults_as_new(job: ResolvedJob) -> list[Fault]:
     """
     folder = str(Path(job.config.job.dump_folder, "planned"))
     new = job.with_options({"job.dump_folder": folder, "checkpoint.folder": Checkpoint().folder})
-    return [fault for fault in check(new.config, new.world_size, new.device_type) if is_judged(fault)]
+    faults = check(new.config, new.world_size, new.device_type, opens_data=False)
+    return [fault for fault in faults if is_judged(fault)]
 
 
 @dataclass(frozen=True)

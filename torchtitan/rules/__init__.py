@@ -73,13 +73,15 @@ def check(
     devices: Device,
     said_by: Mapping[str, str] | None = None,
     unknown: Collection[str] = (),
+    opens_data: bool = True,
 ) -> list[Fault]:
     """Return all faults of a job on `world_size` ranks of this kind of device. Without faults it can start.
 
-    Names are checked first. A rule stops when it reads an unknown name or an option of `unknown`.
+    Names are checked first. A rule stops when it reads an unknown name or an option of `unknown`. `opens_data`: False
+    leaves out the rules that open the tokenizer and the data.
     """
     facts, faults = without_unknown_names(Facts(ResolvedJob(hide(config, unknown), world_size, devices), said_by or {}))
-    return faults + judge(facts, RULES)
+    return faults + judge(facts, (rule for rule in RULES if opens_data or rule not in model_and_data.READ_FILES))
 
 
 def judge(facts: Facts, rules: Iterable[Rule]) -> list[Fault]:

@@ -241,10 +241,11 @@ def records_are_read_as_said(facts: Facts) -> Iterator[Fault]:
 
 def prompts_are_text(facts: Facts) -> Iterator[Fault]:
     """Refuse special tokens in prompt templates, which are tokenized as plain text."""
-    if isinstance(facts.tokenizer, Exception):
+    templates = {place: source.template.values() for place, source in facts.data.all_sources.items() if source.template}
+    if not templates or isinstance(facts.tokenizer, Exception):
         return
-    for place, source in facts.data.all_sources.items():
-        for text in source.template.values():
+    for place, texts in templates.items():
+        for text in texts:
             if special_token := next((name for name in facts.tokenizer.special_tokens if name in text), None):
                 key = (
                     f"{place}.template"
@@ -283,6 +284,9 @@ def _source_option(facts: Facts, place: str, name: str) -> object:
     section, _, number = place.rstrip("]").partition(".sources[")
     return getattr(getattr(facts.config, section).sources[int(number)], name)
 
+
+READ_FILES: tuple[Rule, ...] = (tokenizer_fits, data_is_there)
+"""Rules that open the tokenizer and the data, which other machines may have elsewhere."""
 
 RULES: tuple[Rule, ...] = (
     folder_has_sizes,

@@ -37,11 +37,13 @@ def traits_of(facts: Facts) -> ScheduleTraits | None:
 
 def pipelines_need_a_newer_torch(facts: Facts) -> Iterator[Fault]:
     """Refuse pipelines on NCCL where plain sends and coalesced receives use different communicators and never match."""
+    if facts.layout.pp == 1 or facts.job.device_type != "cuda":
+        return
     try:
         installed = metadata.version("torch")
     except metadata.PackageNotFoundError:  # jobs are judged here but run elsewhere
         return
-    if facts.layout.pp > 1 and facts.job.device_type == "cuda" and _numbers(installed) < TORCH_OF_PIPELINES:
+    if _numbers(installed) < TORCH_OF_PIPELINES:
         needed = ".".join(map(str, TORCH_OF_PIPELINES))
         allowed = f"1 with torch {installed} on GPUs"
         remedy = f"before torch {needed} the ranks of a pipeline wait for each other forever; install torch {needed}"
