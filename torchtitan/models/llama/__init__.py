@@ -67,14 +67,19 @@ class LlamaArgs(GatedDecoderSizes):
         return -(-width // self.multiple_of) * self.multiple_of
 
 
-def relora_sizes(
-    width: int, hidden: int, heads: int, layers: int, vocab_size: int = 32000, **sizes: object
-) -> LlamaArgs:
-    """Return a preset of ReLoRA and GaLore, with an explicit feed-forward width."""
-    dim, plain = width, int(2 * 4 * width / 3)
-    wider = None if plain <= hidden else hidden / plain
-    shape = dict(dim=dim, n_layers=layers, n_heads=heads, multiple_of=hidden, ffn_dim_multiplier=wider)
-    return LlamaArgs(**shape, vocab_size=vocab_size, norm_eps=1e-6, **{"max_seq_len": 1024} | sizes)
+def width_options(dim: int, ffn_dim: int) -> dict[str, Any]:
+    """Return the sizes that give exactly this feed-forward width: a width of at most `ffn_dim` is rounded up to it."""
+    plain_width = int(2 * 4 * dim / 3)
+    return {
+        "multiple_of": ffn_dim,
+        "ffn_dim_multiplier": None if plain_width <= ffn_dim else ffn_dim / plain_width,
+    }
+
+
+def relora_sizes(dim: int, ffn_dim: int, heads: int, layers: int, vocab_size: int = 32000, **sizes: Any) -> LlamaArgs:
+    """Return a preset of ReLoRA and GaLore."""
+    shape = dict(dim=dim, n_layers=layers, n_heads=heads, vocab_size=vocab_size, **width_options(dim, ffn_dim))
+    return LlamaArgs(**shape, norm_eps=1e-6, **{"max_seq_len": 1024} | sizes)
 
 
 RELORA = {
@@ -157,12 +162,10 @@ def _from_hf(config: Mapping[str, Any]) -> LlamaArgs:
     check_supported(
         config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": dim // heads}
     )
-    plain_width = int(2 * 4 * dim / 3)
     return LlamaArgs(
         **sizes,
         n_kv_heads=read_number(config, "num_key_value_heads", heads, null=heads),
-        multiple_of=ffn_dim,  # rounding up yields exactly ffn_dim, because the width before it is not larger
-        ffn_dim_multiplier=None if plain_width <= ffn_dim else ffn_dim / plain_width,
+        **width_options(dim, ffn_dim),
         rope_scaling=scaling_from_hf(config),
     )
 
