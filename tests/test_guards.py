@@ -344,7 +344,7 @@ def test_steps_in_backward_are_rolled_back_and_never_skipped(texts, tmp_path):
         ),
         (
             ["--guard.patience=3"],
-            "guard.patience: given 3; allowed: 5 without a guard that says skip or rollback; set both, or leave it out",
+            "guard.patience: given 3; allowed: 5 without a guard with skip or rollback; set both, or leave it out",
         ),
         (
             ["--guard.loss_policy=skip", "--guard.patience=4"],

@@ -123,12 +123,12 @@ def test_files_that_are_wrong_are_named(tmp_path):
     with pytest.raises(DataError, match="a.parquet: damaged"):
         read(str(path))
     (tmp_path / "b.jsonl").write_text('{"sentence": \n')
-    with pytest.raises(DataError, match="b.jsonl: damaged, or not what its name says"):
+    with pytest.raises(DataError, match="b.jsonl: damaged, or of another format than its name"):
         read(str(tmp_path / "b.jsonl"))
     packed = bytearray(gzip.compress(b'{"sentence": "x", "label": 1}\n'))
     packed[10] |= 0b110  # no kind of block of deflate
     (tmp_path / "c.jsonl.gz").write_bytes(packed)
-    with pytest.raises(DataError, match="c.jsonl.gz: damaged, or not what its name says"):
+    with pytest.raises(DataError, match="c.jsonl.gz: damaged, or of another format than its name"):
         read(str(tmp_path / "c.jsonl.gz"))
     with pytest.raises(DataError, match="dataset 'c4' has no classes; allowed: text, sentiment, .*huggingface"):
         read("x", dataset="c4")

@@ -81,8 +81,8 @@ def test_a_matching_job_has_no_faults(tmp_path):
             "made with the tokenizer debug (args.json), but model.tokenizer_path",
         ),
         ({"tokenizer": "google/t5-v1_1-base"}, LENGTH, "bytes", "give that one, in a folder of its name"),
-        ({"sequence_length": "16"}, LENGTH, "bytes", "has to say the tokenizer (a name) and the sequence_length"),
-        ({"tokenizer": None}, LENGTH, "bytes", "has to say the tokenizer (a name) and the sequence_length"),
+        ({"sequence_length": "16"}, LENGTH, "bytes", "the tokenizer (a name) or the sequence_length is missing"),
+        ({"tokenizer": None}, LENGTH, "bytes", "the tokenizer (a name) or the sequence_length is missing"),
     ],
 )
 def test_mismatches_are_faults(tmp_path, overrides, length, tokenizer, message):
@@ -105,7 +105,7 @@ def test_ids_beyond_the_vocabulary_are_refused(tmp_path):
     assert "holds the id" in line and "the tokenizer bytes has" in line
 
 
-@pytest.mark.parametrize("broken, message", [(None, "No such file"), ("{", "damaged"), ("[1]", "has to say")])
+@pytest.mark.parametrize("broken, message", [(None, "No such file"), ("{", "damaged"), ("[1]", "is missing")])
 def test_malformed_args_json_is_refused(tmp_path, broken, message):
     folder = save(tmp_path / "data")
     (folder / "args.json").unlink()

@@ -82,7 +82,7 @@ WRONG = [  # regexes, and a part of the error
     (["a**"], "a repetition of a repetition"),
     (["^*"], "a ^ that is repeated"),
     (["a{1000}"], "a repetition of more than 99 times"),
-    (["a{x}"], "a { that does not say how often"),
+    (["a{x}"], "a { without a number of repetitions"),
     (["[a"], "a malformed class"),
     (["lm_head"] * 2001, "at most 2000"),
 ]  # fmt: skip

@@ -81,7 +81,7 @@ def misfits(linears: Mapping[str, tuple[int, int]], options: Options) -> Iterato
     narrow = {name: min(linears[name]) for name in chosen if min(linears[name]) < options.rank}
     if narrow:
         name = min(narrow, key=narrow.get)
-        allowed = f"at most {narrow[name]}, the smaller side of {name}: a higher rank says no more than the matrix"
+        allowed = f"at most {narrow[name]}, the smaller side of {name}: a higher rank adds nothing"
         yield Misfit(
             "adapter.rank", allowed, f"lower it, or leave {', '.join(with_wildcards(narrow))} out of the target"
         )

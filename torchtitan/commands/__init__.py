@@ -21,7 +21,7 @@ COMMANDS = {
     "convert": "convert weights between checkpoints, Hugging Face folders and single files",
     "plot": "draw the loss of a run in the terminal, or into a page or picture",
     "report": "draw runs over one another in a self-contained page: curves, events, jobs, generated texts",
-    "why": "say what bounds a run's speed, from its own records, and what to change first",
+    "why": "show what bounds a run's speed, from its own records, and what to change first",
     "diff": "compare two runs, checkpoints or weights: the options, first step and tensors that differ",
     "replay": "make one step of a run again: its samples, gradients and activations, and the origin of a NaN",
     "checkpoints": "list a run's checkpoints, their state, and the one that a resume takes",

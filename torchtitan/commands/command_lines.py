@@ -465,7 +465,7 @@ def _report() -> CommandParser:
 
 
 def _why_parser() -> CommandParser:
-    parser = CommandParser("why", "It reads the records that the run has logged, and says what these cannot tell.")
+    parser = CommandParser("why", "It reads the records that the run has logged, and lists what these cannot show.")
     parser.add_argument("run", type=Path, metavar="RUN", help="a run's dump_folder")
     gpu = "hardware of the run: a name of `torchtitan plan --help`, or a file (default: by the device that it recorded)"
     parser.add_argument("--gpu", metavar="NAME", help=gpu)

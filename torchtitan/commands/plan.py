@@ -214,7 +214,7 @@ class PlanRequest:
         return explanation(result.best[number - 1], self.search.calibration) if number else []
 
     def rehearsed_peaks(self, result: Result) -> Iterator[int]:
-        """Yield the bytes of tensors at the peak of the first plans' steps, as many as --rehearse says."""
+        """Yield the bytes of tensors at the peak of the first plans' steps, as many as --rehearse gives."""
         for number, candidate in enumerate(result.best[: self.options.rehearse], start=1):
             with waiting(f"plan {number} is rehearsed"):
                 yield estimate.worst(estimate.predict(self.search.job(candidate.plan))).peak

@@ -67,7 +67,7 @@ def combinations(option: str, sweeps: list[str]) -> Iterator[dict[str, str]]:
             raise JobError(f"{option}: given {sweep!r}; allowed: each option once, with values that differ")
         if key == MODEL and (malformed := [value for value in values if value.count("/") != 1]):
             raise JobError(
-                f"{option}: given {MODEL}={malformed[0]}; allowed: FAMILY/FLAVOR, as `torchtitan list models` says"
+                f"{option}: given {MODEL}={malformed[0]}; allowed: FAMILY/FLAVOR, as `torchtitan list models` lists"
             )
         axes[key] = values
     for number, chosen in enumerate(itertools.product(*axes.values())):

@@ -204,7 +204,7 @@ class Account:
             measure = "`torchtitan bench --hardware FILE` measures it for --gpu"
             yield f"whether the CPU is like {step.hardware.title}; {measure}"
         if self.has_pipeline and step is None and not any(cause.name.startswith(BUBBLE) for cause in causes):
-            yield f"bubble of the pipeline: `torchtitan schedule --job.config_file RUN/{JOB_FILE}` says why"
+            yield f"bubble of the pipeline: `torchtitan schedule --job.config_file RUN/{JOB_FILE}` shows why"
         if not any("slowest_ratio" in record for record in self.records):
             timed = "only data-parallel ranks are timed, unless all blocks are compiled as one"
             yield f"a rank slower than the others: {timed}"

@@ -34,7 +34,7 @@ def _exactly(value: CadenceValue, total: int, epochs: int | None) -> Fraction:
     if isinstance(value, float):
         return Fraction(repr(value)) * total
     if epochs is None:  # a rule reports this earlier
-        raise CadenceError(f'"{value}" needs training.epochs: without them nothing says where an epoch ends')
+        raise CadenceError(f'"{value}" needs training.epochs: without them the end of an epoch is not known')
     return Fraction(total, epochs * int(value.removesuffix("epoch").removesuffix("/") or 1))
 
 

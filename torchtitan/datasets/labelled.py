@@ -84,7 +84,7 @@ class LabelledFile(IndexedFile):
             if isinstance(error, DataError):
                 raise
             raise_if_of_the_machine(error, self.path, with_rights=False)
-            raise DataError(f"{self.path}: damaged, or not what its name says: {error}; {REMEDY}") from None
+            raise DataError(f"{self.path}: damaged, or of another format than its name: {error}; {REMEDY}") from None
 
     def __getstate__(self) -> dict[str, Any]:
         return {name: value for name, value in self.__dict__.items() if name != "_rows"}

@@ -3,7 +3,7 @@
 They include the job and plan of every start and the step of the last save, which distinguishes a folder that lost its
 checkpoints from a new one. Needs no torch.
 
-The folder is emptied before a new run begins in it if the job says so (job.clean_start). Only files of a run are
+The folder is emptied before a new run begins in it if job.clean_start is set. Only files of a run are
 deleted, and none that a user might miss: a folder belongs to a run if it contains the files of `record_start`, and it
 is refused if it has anything at its top level that no run of this job writes. Links are removed and never followed. A
 job that `torchtitan import --run` has written into the folder stays if the run is started from it. The file that marks
@@ -440,7 +440,7 @@ _TOKENIZED = re.compile(r"\.lock|[0-9a-f]{16}")
 
 
 def empty_folder(config: JobConfig, started_before: int = 0) -> str:
-    """Empty job.dump_folder, except for this run's lock, if job.clean_start says so. Return a message for the log.
+    """Empty job.dump_folder, except for this run's lock, if job.clean_start is set. Return a message for the log.
 
     A job that SLURM has `started_before` resumes instead. Raises `JobError`, with nothing deleted, if the folder must
     not be emptied; also on a system error, which may leave the folder partly emptied.

@@ -152,7 +152,7 @@ WITHOUT_END = {
     "checkpoint.best_metric": None,
     "lr_scheduler": LRScheduler(decay_type=CONSTANT, warmup_steps=0),
 }
-"""Options of a rehearsed job: no step is its last one, and steps are logged only where the rehearsal says so."""
+"""Options of a rehearsed job: no step is its last one, and steps are logged only if the rehearsal asks for it."""
 
 
 class Rehearsal:

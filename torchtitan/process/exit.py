@@ -110,7 +110,7 @@ _NO_MEMORY = re.compile(r"can't allocate memory|std::bad_alloc")
 class ExportError(RuntimeError):
     """Training is complete, but its result could not be written for other programs.
 
-    The message says how to repeat the export, and the cause is the exception that the export raised.
+    The message shows how to repeat the export, and the cause is the exception that the export raised.
     """
 
 

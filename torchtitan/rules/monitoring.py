@@ -171,7 +171,7 @@ def guards_without_effect(facts: Facts) -> Iterator[Fault]:
         "loss_policy": guard.loss_threshold is not None,
         "patience": {getattr(guard, name) for name in POLICIES} & {"skip", "rollback"},
     }
-    needs = {"patience": "a guard that says skip or rollback"}
+    needs = {"patience": "a guard with skip or rollback"}
     needs |= dict.fromkeys(("loss_patience", "loss_policy"), "guard.loss_threshold")
     for name, is_used in watched.items():
         key = f"guard.{name}"

@@ -294,7 +294,7 @@ class Data:
     ) = None
     """Length of samples that are not packed: training.seq_len, the longest of the batch, or that rounded up to a
     multiple of a number, as "multiple:64". Unset: rounded up to a multiple of 8 on a CPU and 64 on a GPU, but seq_len
-    with pipelines, compiled blocks, experts or padding on the left; the log then says what fraction of the tokens is
+    with pipelines, compiled blocks, experts or padding on the left; the log then shows what fraction of the tokens is
     padding."""
     group_by_length: bool = False
     """Group unpacked samples of similar length into steps, in a new random order each epoch."""

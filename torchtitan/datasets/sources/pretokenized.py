@@ -107,5 +107,5 @@ def _read_args(folder: Path) -> tuple[str, int]:
     args = args if isinstance(args, dict) else {}
     name, length = args.get("tokenizer"), args.get("sequence_length")
     if not isinstance(name, str) or type(length) is not int or length < 1:
-        raise DataError(f"{path}: has to say the tokenizer (a name) and the sequence_length; write them into it")
+        raise DataError(f"{path}: the tokenizer (a name) or the sequence_length is missing; write them into it")
     return name, length

@@ -66,7 +66,7 @@ _mx = "mx formats are not in this version"
 _ft = "fault tolerance by torchft is not in this version"
 _plugin = "code named by a job file is not run"
 _estimate = "torchtitan estimate predicts the memory"
-_recorder = "the flight recorder writes where torch's environment variables say"
+_recorder = "torch's environment variables set where the flight recorder writes"
 _image = "models of images (flux, vlm) are not in this version"
 _compiler = "passes of experimental compilers are not in this version"
 _balance = "tokens go to the experts that the router chooses"
@@ -184,9 +184,7 @@ GONE: dict[str, Removed] = {
     "checkpoint.create_seed_checkpoint": Removed(
         "initial weights are a function of debug.seed and the parameter's name, equal on any number of ranks", (False,)
     ),
-    "checkpoint.initial_load_in_hf_quantized": Removed(
-        "the folder's config.json says how its weights are stored", None
-    ),
+    "checkpoint.initial_load_in_hf_quantized": Removed("the folder's config.json has the format of its weights", None),
     "activation_checkpoint.per_op_sac_force_recompute_mm_shapes_by_fqns": Removed(
         '"op" keeps every matrix product', (["moe.router.gate"], [])
     ),
@@ -196,10 +194,10 @@ GONE: dict[str, Removed] = {
     "comm.save_traces_folder": Removed(_recorder, ("comm_traces",)),
     "comm.save_traces_file_prefix": Removed(_recorder, ("rank_",)),
     "comm.mode": Removed("a job trains; it does not run without communication", ("default",)),
-    "validation.dataloader.num_workers": Removed("validation reads as training.dataloader says", (0,)),
-    "validation.dataloader.persistent_workers": Removed("validation reads as training.dataloader says", (False,)),
-    "validation.dataloader.pin_memory": Removed("validation reads as training.dataloader says", (False,)),
-    "validation.dataloader.prefetch_factor": Removed("validation reads as training.dataloader says"),
+    "validation.dataloader.num_workers": Removed("validation uses training.dataloader", (0,)),
+    "validation.dataloader.persistent_workers": Removed("validation uses training.dataloader", (False,)),
+    "validation.dataloader.pin_memory": Removed("validation uses training.dataloader", (False,)),
+    "validation.dataloader.prefetch_factor": Removed("validation uses training.dataloader"),
 }
 
 VALUES: dict[str, Callable[[Any], Any]] = {

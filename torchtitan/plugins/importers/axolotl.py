@@ -158,7 +158,7 @@ class _Axolotl:
         if self.steps is not None:
             self.values["training.steps"] = self.steps
             if "num_epochs" in self.options:
-                self.note(f"max_steps {self.steps} end the run, whatever num_epochs says")
+                self.note(f"max_steps {self.steps} end the run, regardless of num_epochs")
         elif epochs != int(epochs) or epochs < 1:
             self.refuse("num_epochs", epochs, "a whole number", "to end within an epoch, set max_steps")
         else:

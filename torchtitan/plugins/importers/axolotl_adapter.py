@@ -333,7 +333,7 @@ class _Parser:
         bounds, closing, self.remaining = self.remaining.partition("}")
         low, comma, high = bounds.partition(",")
         if not closing or not low.isdecimal() or (high and not high.isdecimal()):
-            raise RegexError("a { that does not say how often")
+            raise RegexError("a { without a number of repetitions")
         least = int(low)
         most = int(high) if high else None if comma else least
         if max(least, most or 0) > MAX_REPEATS:

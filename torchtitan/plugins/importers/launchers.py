@@ -268,7 +268,7 @@ class _Launch:
             if value is not False:
                 self.refuse(name, value, "nothing", option.reason)
         elif name in SETUP and not self.is_accelerated and text not in NO[:3]:
-            reason = f"{self.line.script} does not use accelerate for this: its own flags say precision and sharding"
+            reason = f"{self.line.script} does not use accelerate for this: its own flags set precision and sharding"
             self.refuse(name, value, f"nothing before {self.line.script}", reason)
         elif name in PARALLELISM and "use_parallelism_config" not in self.line.launched:
             self.note(f"{self.name} --{name}: no effect without --use_parallelism_config")
@@ -295,7 +295,7 @@ class _Launch:
                 self.note(f"{self.name} --mixed_precision {requested}: bf16 of the file takes precedence")
         elif requested == "bf16":
             self.values["training.mixed_precision_param"] = "bfloat16"
-            self.note(f"{self.name} --mixed_precision bf16: computes in bfloat16, though the file does not say bf16")
+            self.note(f"{self.name} --mixed_precision bf16: computes in bfloat16, though the file does not set bf16")
         else:
             self.refuse("mixed_precision", requested, "no or bf16", FLOAT16)
 
