@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# The test command. Arguments go to pytest: ./run_tests.sh tests/test_llama.py -k gradients
+# The test command. Arguments go to pytest: ./run_tests.sh tests/models/test_llama.py -k gradients
 #
 # ./run_tests.sh        a pairwise cover of the table of combinations and all but the longest other tests, in about ten
 #                       minutes on two cores
@@ -17,6 +17,6 @@ case "${1:-}" in
   "") set -- $parallel --pairwise ;;
   quick) set -- $parallel --quick "${@:2}" ;;
   full) set -- $parallel --record-durations "${@:2}" ;;
-  slurm) set -- --slurm tests/test_slurm_cluster.py "${@:2}" ;;
+  slurm) set -- --slurm tests/launcher/test_slurm_cluster.py "${@:2}" ;;
 esac
 exec "$PYTHON" -m pytest "$@"

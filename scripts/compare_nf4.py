@@ -1,7 +1,7 @@
 """Compare our NF4 quantization (adapters/quantized.py) with torchao's: the share of equal codes, and each one's error.
 
 torchao is no dependency: install it in a separate environment, or in a folder (pip install --no-deps --target FOLDER
-torchao, then PYTHONPATH=FOLDER). `--write` writes its codes to tests/fixtures/nf4_torchao.json for tests/test_qlora.py.
+torchao, then PYTHONPATH=FOLDER). `--write` writes its codes to tests/fixtures/nf4_torchao.json, for the tests.
 """
 
 import argparse

@@ -12,8 +12,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
-from tests.combinations import METHODS, SCHEDULES, Combination, table  # noqa: E402
-from tests.combinations_optimizers import optimizers  # noqa: E402
+from tests.plans.combinations import METHODS, SCHEDULES, Combination, table  # noqa: E402
+from tests.plans.combinations_optimizers import optimizers  # noqa: E402
 
 ROWS = table() + optimizers()
 BEGIN, END = "<!-- matrix -->", "<!-- /matrix -->"

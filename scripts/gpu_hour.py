@@ -122,7 +122,7 @@ def features() -> list[Step]:
 def parts() -> dict[str, list[Step]]:
     """Return the steps of each part."""
     tests = ["-m", "pytest", "-q", "--quick", "-n", str(min(12, os.cpu_count() or 1)), "--dist", "worksteal"]
-    tests += ["-p", "no:cacheprovider", *(["tests/test_loss.py", "-k", "automatic"] if TINY else [])]
+    tests += ["-p", "no:cacheprovider", *(["tests/losses/test_objective.py", "-k", "automatic"] if TINY else [])]
     eight = functools.partial(job, ranks=8)
     large = functools.partial(eight, file="llama3_8b", seconds=170)
     pairs = functools.partial(eight, file="deepseek_debug")

@@ -9,7 +9,7 @@ work=$(mktemp -d "${TMPDIR:-/tmp}/torchtitan-pythons.XXXXXX")
 trap 'rm -rf "$work"' EXIT
 
 # tests that start ranks or other processes, or are about them, say so by what they import
-mapfile -t tests < <(grep -LE 'support\.(pool|shared_meshes|overlap_runs)|fake_cuda|run_ranks|subprocess|bench_' tests/test_*.py)
+mapfile -t tests < <(grep -rLE --include='test_*.py' 'support\.(pool|shared_meshes|overlap_runs)|fake_cuda|run_ranks|subprocess|bench_' tests)
 failed=()
 for version in 3.10 3.11 3.12 3.13; do
   python=$(command -v "python$version" || ls -d "${PYENV_ROOT:-$HOME/.pyenv}"/versions/"$version".*/bin/python 2>/dev/null | tail -n 1 || true)

@@ -32,7 +32,7 @@ os.environ["TORCHINDUCTOR_AUTOGRAD_CACHE"] = "0"
 def messages_in_one_piece(nothing_left_by_a_test: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """Do not fold long messages, as the folding depends on the length of this machine's paths.
 
-    test_messages.py tests the folding.
+    test_errors.py tests the folding.
     """
     monkeypatch.setattr("torchtitan.core.errors.LONGEST_LINE", 10**6)
 

@@ -12,8 +12,8 @@ from collections import Counter
 import numpy as np
 import pytest
 
+from tests.datasets.test_messages import folder_with
 from tests.support.record_forms import FORMS, Talk
-from tests.test_templates import folder_with
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_hub_dataset
 from torchtitan.datasets.encoding import TrainOn, encode

@@ -10,9 +10,9 @@ import sys
 
 import pytest
 
+from tests.launcher.test_nodes import free_port
+from tests.launcher.test_processes import RANK, has_ended, nothing_is_left, started
 from tests.support import jobs
-from tests.test_launcher import RANK, has_ended, nothing_is_left, started
-from tests.test_nodes import free_port
 from torchtitan.metrics.json_lines import read_records
 
 assert nothing_is_left  # a fixture, for all tests here too

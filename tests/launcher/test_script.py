@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 
+from tests.launcher.test_processes import lines, nothing_is_left, started
 from tests.support import jobs
-from tests.test_launcher import lines, nothing_is_left, started
 from torchtitan.commands.run import split_arguments
 from torchtitan.config import manager
 from torchtitan.metrics.json_lines import read_records

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tests.test_launcher import end, nothing_is_left, ready
-from tests.test_restarts import supervise
+from tests.launcher.test_processes import end, nothing_is_left, ready
+from tests.launcher.test_restarts import supervise
 from torchtitan.launcher import hangs
 from torchtitan.launcher.hangs import AwakeClock
 

@@ -17,16 +17,16 @@ from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
 
-from tests.combinations import Combination, other_models, table
-from tests.combinations_optimizers import optimizers
 from tests.mutants.corpus import ROOT, Mutant
+from tests.plans.combinations import Combination, other_models, table
+from tests.plans.combinations_optimizers import optimizers
 
 ROWS = {
-    "tests/test_combinations.py::test_equal_to_one_device": table() + other_models(),
-    "tests/test_optimizer_plans.py::test_weights_are_those_of_one_device": optimizers(),
+    "tests/plans/test_combinations.py::test_equal_to_one_device": table() + other_models(),
+    "tests/plans/test_optimizer_plans.py::test_weights_are_those_of_one_device": optimizers(),
 }
 """The tests of the table, and their rows."""
-PLANS = "tests/test_random_plans.py"
+PLANS = "tests/plans/test_random_plans.py"
 RANK_LIMIT = "DEFAULT_LIMIT = 600.0", "DEFAULT_LIMIT = 400.0"
 """In the copy ranks have less time than in the suite, because a mutant may let them wait for each other forever."""
 LIMIT = 3 * 3600.0

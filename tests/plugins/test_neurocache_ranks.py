@@ -6,9 +6,9 @@ import pytest
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.combinations import COMPOSED, Combination
+from tests.plans.combinations import COMPOSED, Combination
+from tests.plans.test_combinations import run_row
 from tests.support.pool import run_ranks
-from tests.test_combinations import run_row
 from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.tensor_parallel import RegionBorder
 from torchtitan.plugins.neurocache import memory

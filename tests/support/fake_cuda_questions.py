@@ -1,4 +1,4 @@
-"""What tests/test_fake_cuda.py and scripts/gpu_roof.py ask of a step of a job on the fake CUDA."""
+"""What tests/planner/test_fake_cuda.py and scripts/gpu_roof.py ask of a step of a job on the fake CUDA."""
 
 import functools
 import inspect

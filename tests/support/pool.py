@@ -36,7 +36,7 @@ PRELOAD = [
     "torch.export._trace",
     "torchtitan.training.trainer",
     "tests.support.forked_job",
-    "tests.test_combinations",
+    "tests.plans.test_combinations",
     "tests.support.pool",
 ]
 COLLECTIVE_TIMEOUT = timedelta(seconds=300)

@@ -199,8 +199,8 @@ def exact_unpack(messages: torch.Tensor, sizes: Sequence[int], bits: int) -> tor
 def on_ranks(arguments: list[str]) -> tuple[float, dict[str, np.ndarray]]:
     """Run a step on every rank of a plan; return the loss and the full gradients of this rank's parameters.
 
-    Reductions in int4 are lossy, so equality is tested with exact messages; tests/test_quantized_collectives.py bounds
-    the errors of the others.
+    Reductions in int4 are lossy, so equality is tested with exact messages;
+    tests/parallelisms/test_quantized_collectives.py bounds the errors of the others.
     """
     torch._dynamo.reset()
     config = load(arguments)

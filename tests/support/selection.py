@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from tests.combinations import Combination
+from tests.plans.combinations import Combination
 from tests.support.jobs import ROOT
 
 DURATIONS = ROOT / "tests" / "durations.json"

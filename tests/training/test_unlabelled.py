@@ -6,9 +6,9 @@ import random
 import pytest
 import torch
 
+from tests.losses.test_masked_lm import job_arguments as masked_arguments
 from tests.support.jobs import SHALLOW, arguments, logged_steps, run, train, write_texts
 from tests.support.pool import run_ranks
-from tests.test_masked_lm import job_arguments as masked_arguments
 from torchtitan.config import manager
 from torchtitan.guards import NothingToLearn
 from torchtitan.metrics.json_lines import read_records

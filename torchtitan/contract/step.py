@@ -1,6 +1,6 @@
 """Training steps of a tiny model on one batch, under a plan and on one device, to be compared.
 
-The table of combinations (tests/combinations.py) and `torchtitan contract` run these.
+The table of combinations (tests/plans/combinations.py) and `torchtitan contract` run these.
 """
 
 from collections.abc import Callable, Mapping

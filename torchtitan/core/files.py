@@ -1,7 +1,7 @@
 """Open every file that a user names: a path in a job or a command, or a file in a folder that one of these names.
 
 Such a path may lead to a pipe, where a reader would wait without end, to a device, which never ends, or to a file far
-larger than expected. Only regular files are opened, and each caller limits the size. tests/test_user_files.py refuses
+larger than expected. Only regular files are opened, and each caller limits the size. tests/core/test_files.py refuses
 code that reads files in any other way.
 
 Errors of the machine (core/machine_errors.py) are retried, at each open and each read, and raised as `MachineError`.

@@ -1,0 +1,287 @@
+"""Tests of checkpoint folders without torch and ranks: finding, checking, publishing and deleting them."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+import tracemalloc
+from pathlib import Path
+
+import pytest
+
+from torchtitan.checkpoint import NothingLoadable, folders, layout, saving
+from torchtitan.checkpoint.agreement import Peers
+from torchtitan.checkpoint.layout import CheckpointError, FileEntry, Manifest, TensorEntry
+
+
+def manifest_of(files: dict[str, bytes], step: int, **changes) -> Manifest:
+    values = {
+        "format": layout.FORMAT,
+        "kind": "full",
+        "step": step,
+        "world_size": 1,
+        "versions": {"torch": "0"},
+        "files": {name: FileEntry(len(data), layout.hashlib.sha256(data).hexdigest()) for name, data in files.items()},
+        "tensors": {"model.w": TensorEntry("float32", [2, 3])},
+    }
+    return Manifest(**{**values, **changes})
+
+
+def make_step(root: Path, step: int, **changes) -> Path:
+    """Publish a complete checkpoint folder without torch."""
+    target = root / layout.step_name(step)
+    files = {"state.json": b"{}", ".metadata": b"index", "__0_0.distcp": b"payload"}
+    temporary = folders.create_temporary(target)
+    for name, data in files.items():
+        (temporary / name).write_bytes(data)
+    folders.write_file(temporary / layout.MANIFEST, layout.manifest_text(manifest_of(files, step, **changes)))
+    folders.publish(temporary, target)
+    return target
+
+
+def names(root: Path) -> list[str]:
+    return sorted(path.name for path in root.iterdir())
+
+
+def retain(root: Path, keep: int, protected: set[Path]) -> None:
+    saving.delete_old(root, keep, protected, Peers("test"), set())
+
+
+def edit_manifest(folder: Path, reseal: bool = True, **changes) -> None:
+    """Change a manifest's fields; `reseal`: update its checksum."""
+    body = json.loads((folder / layout.MANIFEST).read_text())
+    body.update(changes)
+    if reseal:
+        body.pop("sha256")
+        body["sha256"] = layout._body_digest(body)
+    (folder / layout.MANIFEST).write_text(json.dumps(body))
+
+
+def test_importing_and_finding_checkpoints_needs_no_torch():
+    code = (
+        "import sys, torchtitan.checkpoint as c; c.newest_complete(c.layout.Path('x')); print('torch' in sys.modules)"
+    )
+    root = Path(__file__).parents[2]
+    done = subprocess.run([sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "False"
+
+
+def test_an_unknown_name_of_the_package_is_an_attribute_error():
+    import torchtitan.checkpoint
+
+    with pytest.raises(AttributeError, match="no_such_name"):
+        torchtitan.checkpoint.no_such_name  # noqa: B018
+
+
+@pytest.mark.parametrize(
+    ("name", "step"),
+    [
+        ("step-00000500", 500),
+        ("step-123456789", 123456789),
+        ("step-500", None),
+        ("step-0000000500", None),
+        ("my-step-00000500", None),
+        ("step-00000500-notes", None),
+        ("step-00000500\n", None),
+        ("step-٠٠٠٠٠٠٠١", None),
+    ],
+)
+def test_step_names_match_in_full(name, step):
+    assert layout.step_of(name) == step
+
+
+def test_newest_complete_sorts_by_number_and_ignores_other_folders(tmp_path):
+    assert layout.newest_complete(tmp_path / "absent") == (None, [])
+    for step in (9, 100, 20):
+        make_step(tmp_path, step)
+    (tmp_path / "notes").mkdir()
+    (tmp_path / ".tmp-step-00000200-0123456789abcdef").mkdir()
+    assert layout.newest_complete(tmp_path) == (tmp_path / "step-00000100", [])
+
+
+def test_a_manifest_round_trips(tmp_path):
+    folder = make_step(tmp_path, 7)
+    manifest = layout.check_complete(folder)
+    assert (manifest.step, manifest.tensors) == (7, {"model.w": TensorEntry("float32", [2, 3])})
+    assert layout.damaged_files(folder, manifest, manifest.files) == []
+    (folder / "__0_0.distcp").write_bytes(b"paYload")
+    assert layout.damaged_files(folder, manifest, manifest.files) == ["__0_0.distcp"]
+
+
+def delete_manifest(folder):
+    (folder / layout.MANIFEST).unlink()
+
+
+def truncate_shard(folder):
+    (folder / "__0_0.distcp").write_bytes(b"pay")
+
+
+def delete_shard(folder):
+    (folder / "__0_0.distcp").unlink()
+
+
+def link_shard(folder):
+    (folder / "__0_0.distcp").rename(folder.parent / "elsewhere")
+    (folder / "__0_0.distcp").symlink_to(folder.parent / "elsewhere")
+
+
+def write_manifest(text):
+    return lambda folder: (folder / layout.MANIFEST).write_bytes(text)
+
+
+def change(reseal=True, **changes):
+    return lambda folder: edit_manifest(folder, reseal, **changes)
+
+
+FILE = {"size": 1, "sha256": "0"}
+DAMAGES = [
+    (delete_manifest, "never finished"),
+    (truncate_shard, "3 bytes instead of 7"),
+    (delete_shard, "__0_0.distcp cannot be read"),
+    (link_shard, "not a regular file"),
+    (write_manifest(b"{"), "manifest.json cannot be read"),
+    (write_manifest(b"\xff"), "manifest.json cannot be read"),
+    (write_manifest(b"[]"), "not a JSON object"),
+    (write_manifest(b"[" * 100_000), "manifest.json cannot be read"),
+    (write_manifest(b'{"format": 1, "format": 1}'), "a key occurs twice"),
+    (write_manifest(b'{"format": NaN}'), "NaN is not JSON"),
+    (change(step=8), "another step"),
+    (change(reseal=False, step=8), "own checksum"),
+    (change(format=2), "format 2 is unknown"),
+    (change(step="7"), "step: Input should be a valid integer"),
+    (change(surprise=1), "surprise"),
+    (change(files={"../state.json": FILE}), "'../state.json' is not a plain file name"),
+    (change(files={"/etc/passwd": FILE}), "not a plain file name"),
+    (change(files={"..": FILE}), "not a plain file name"),
+    (change(files={"state.json": FILE}), "does not list state.json and .metadata"),
+]
+
+
+@pytest.mark.parametrize(("damage", "reason"), DAMAGES)
+def test_a_damaged_folder_is_reported_and_the_older_one_is_newest(tmp_path, damage, reason):
+    older, newer = make_step(tmp_path, 3), make_step(tmp_path, 7)
+    damage(newer)
+    newest, refused = layout.newest_complete(tmp_path)
+    assert newest == older
+    assert [old.folder for old in refused] == [newer]
+    assert reason in str(refused[0])
+
+
+def test_a_file_or_link_in_place_of_a_folder_is_refused(tmp_path):
+    make_step(tmp_path / "elsewhere", 4)
+    (tmp_path / "step-00000004").symlink_to(tmp_path / "elsewhere" / "step-00000004")
+    (tmp_path / "step-00000005").write_text("")
+    newest, refused = layout.newest_complete(tmp_path)
+    assert newest is None
+    assert all("not a folder of its own" in str(old) for old in refused)
+    assert len(refused) == 2
+
+
+def test_resolve_accepts_a_checkpoint_or_a_folder_of_checkpoints(tmp_path):
+    folder = make_step(tmp_path, 4)
+    assert layout.resolve(folder) == layout.resolve(tmp_path) == folder
+    (folder / layout.MANIFEST).unlink()
+    with pytest.raises(NothingLoadable, match="step-00000004: it has no manifest.json"):
+        layout.resolve(tmp_path)
+    with pytest.raises(NothingLoadable, match="no such folder"):
+        layout.resolve(tmp_path / "absent")
+    (tmp_path / "empty").mkdir()
+    with pytest.raises(NothingLoadable, match="no step-\\* folders"):
+        layout.resolve(tmp_path / "empty")
+
+
+def test_reading_a_small_file_takes_little_memory(tmp_path):
+    """The limit on a file's size, 1 GiB, is not the size of the read buffer."""
+    (tmp_path / "small").write_bytes(b"12345")
+    tracemalloc.start()
+    try:
+        assert layout.read_bytes(tmp_path / "small") == b"12345"
+        assert tracemalloc.get_traced_memory()[1] < 1 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_state_without_trainer_is_refused(tmp_path):
+    with pytest.raises(CheckpointError, match="trainer is not the dict"):
+        layout.read_state(make_step(tmp_path, 1))
+
+
+def test_folders_are_private_and_files_are_never_replaced(tmp_path):
+    temporary = folders.create_temporary(tmp_path / "new" / "step-00000001")
+    assert temporary.stat().st_mode & 0o777 == temporary.parent.stat().st_mode & 0o777 == 0o700
+    (temporary / "a.tmp").write_text("")
+    with pytest.raises(FileExistsError):
+        folders.write_file(temporary / "a", "text")
+
+
+@pytest.mark.parametrize(
+    ("keep", "expected"), [(0, [1, 2, 3, 4, 5]), (1, [4, 5]), (2, [4, 5]), (3, [3, 4, 5]), (9, [1, 2, 3, 4, 5])]
+)
+def test_retention_keeps_the_newest_and_at_least_two(tmp_path, keep, expected):
+    for step in range(1, 6):
+        make_step(tmp_path, step)
+    retain(tmp_path, keep, set())
+    assert names(tmp_path) == [layout.step_name(step) for step in expected]
+
+
+def test_retention_deletes_only_complete_checkpoints_of_this_project(tmp_path):
+    root, outside = tmp_path / "checkpoint", tmp_path / "outside"
+    for step in range(10, 16):
+        make_step(root, step)
+    make_step(outside, 1)
+    foreign = ["my-step-00000010-notes", "step-10", "step-00000010.bak", "step-00000002", ".tmp-mine"]
+    for name in foreign:
+        (root / name).mkdir()
+        (root / name / "precious").write_text("")
+    (root / "step-00000001").symlink_to(outside / "step-00000001")
+    (root / "step-00000012" / layout.MANIFEST).unlink()
+    (root / "step-00000013" / "link").symlink_to(outside)
+    retain(root, 2, {root / "step-00000011"})
+    expected = {"step-00000011", "step-00000012", "step-00000014", "step-00000015", "step-00000001", *foreign}
+    assert set(names(root)) == expected
+    assert (outside / "step-00000001" / layout.MANIFEST).exists()
+
+
+def test_an_old_checkpoint_that_cannot_be_deleted_is_only_a_warning(tmp_path, monkeypatch, caplog):
+    for step in range(4):
+        make_step(tmp_path, step)
+
+    def fail(folder):
+        raise PermissionError("planted")
+
+    monkeypatch.setattr(folders, "delete", fail)
+    retain(tmp_path, 2, set())
+    assert "cannot be deleted: planted" in caplog.text
+
+
+def test_only_temporary_folders_of_this_project_are_removed(tmp_path):
+    ours = [".tmp-step-00000003-0123456789abcdef", ".tmp-step-00000009-ffffffffffffffff"]
+    foreign = [".tmp-step-00000003-xyz", "x.tmp-step-00000003-0123456789abcdef", ".tmp-other-0123456789abcdef", ".tmp-"]
+    for name in ours + foreign:
+        (tmp_path / name).mkdir()
+    (tmp_path / "target").mkdir()
+    link = ".tmp-step-00000004-0123456789abcdef"
+    (tmp_path / link).symlink_to(tmp_path / "target")
+    folders.remove_leftovers(tmp_path / "step-00000010")
+    assert set(names(tmp_path)) == {*foreign, link, "target"}
+    folders.remove_leftovers(tmp_path / "other")
+    assert ".tmp-other-0123456789abcdef" not in names(tmp_path)
+
+
+def test_random_actions_always_leave_the_newest_complete_checkpoint(tmp_path):
+    """A complete checkpoint exists and the newest one is retained, over 120 random saves, damages and retentions."""
+    rng = random.Random(0)
+    make_step(tmp_path, 0)
+    for step in range(1, 121):
+        complete = layout.complete_steps(tmp_path)[0]
+        action = rng.choice(["save", "save", "damage", "retain"])
+        if action == "save":
+            make_step(tmp_path, step)
+        elif action == "damage" and len(complete) > 1:
+            os.truncate(rng.choice(complete) / "__0_0.distcp", 0)
+        elif action == "retain":
+            newest = complete[0]
+            retain(tmp_path, rng.randint(1, 4), set())
+            assert layout.newest_complete(tmp_path)[0] == newest
+        assert layout.newest_complete(tmp_path)[0] is not None

@@ -1,0 +1,516 @@
+"""Automatic restarts of all ranks after a crash or a hang: how often, from which step, and with which messages.
+
+Ranks are programs of a few lines here, except in the last test, which trains.
+"""
+
+import dataclasses
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from contextlib import redirect_stderr, redirect_stdout
+from pathlib import Path
+
+import pytest
+
+from tests.launcher.test_processes import RANK, end, has_ended, nothing_is_left, ready, started
+from tests.support import jobs
+from tests.support.pool import run_alone, run_ranks
+from torchtitan import train
+from torchtitan.config import manager
+from torchtitan.launcher import hangs
+from torchtitan.launcher.hangs import HangLimits
+from torchtitan.launcher.nodes import Nodes
+from torchtitan.launcher.processes import Processes
+from torchtitan.process.exit import EXPLAINED, failure_kind
+from torchtitan.process.heartbeat import Activity
+from torchtitan.process.ranks import Launcher, Restart, read_ranks
+from torchtitan.process.run_log import set_up_logging
+from torchtitan.training import final_export
+from torchtitan.training.trainer import Trainer
+
+assert nothing_is_left  # a fixture, for all tests here too
+
+SUPERVISOR = """
+import os, sys
+from pathlib import Path
+from torchtitan.launcher import hangs, monitor, restarts
+from torchtitan.launcher.hangs import HangLimits
+from torchtitan.launcher.processes import Processes
+from torchtitan.launcher.restarts import supervise
+from torchtitan.launcher.processes import SignalQueue
+from torchtitan.launcher.monitor import RankMonitor
+monitor.FOLLOW_SECONDS, monitor.POLL_SECONDS = {follow}, 0.1
+restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS, hangs.BUSY_SHARE = {pause}, {answer}, {busy}
+queue, folder = SignalQueue(), Path(sys.argv[2])
+def start(restart):
+    ranks = Processes([sys.executable, "-c", sys.argv[1]], 2, restart)
+    return RankMonitor(ranks, queue, HangLimits({start}, {limit}), folder / "hangs", remedy="export it again")
+def newest():
+    return int((folder / "saved").read_text()) if (folder / "saved").exists() else -1
+sys.exit(supervise(start, queue, lambda: {budget}, newest).code)
+"""
+# Prefix of a rank's program: `number` counts restarts, `save` records a saved step in `folder`.
+ATTEMPT = r"""
+from pathlib import Path
+from torchtitan.launcher.hangs import respond_to_launcher
+folder = Path({folder!r})
+number = ranks.launcher.restart.number if ranks.launcher.restart else 0
+def save(step):
+    mine = folder / f"saved-{{ranks.rank}}"
+    mine.write_text(str(step))
+    mine.rename(folder / "saved")  # atomic, in case this rank is killed meanwhile
+"""
+
+
+def supervise(
+    program: str,
+    folder: Path,
+    budget: int = 3,
+    pause: float = 0.01,
+    follow: float = 0.1,
+    start: float = 100,
+    limit: float = 100,
+    answer: float = 0.5,
+    busy: float = hangs.BUSY_SHARE,
+) -> subprocess.Popen:
+    """Start a launcher over two ranks that run `program`. `start`, `limit`: limits of a start and a step in seconds."""
+    program = RANK + ATTEMPT.format(folder=str(folder)) + program
+    times = dict(pause=pause, follow=follow, start=start, limit=limit, answer=answer, busy=busy)
+    supervisor = SUPERVISOR.format(budget=budget, **times)
+    command = [sys.executable, "-c", supervisor, program, str(folder)]
+    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started.append(subprocess.Popen(command, cwd=jobs.ROOT, start_new_session=True, **pipes))
+    return started[-1]
+
+
+CRASH = "os.kill(os.getpid(), 9) if ranks.rank else wait()"
+
+
+def test_a_crash_restarts_from_the_last_save(tmp_path):
+    program = (
+        f"tell('train', 8)\nif number == 0:\n  save(5)\n  {CRASH}\nsay(ranks.launcher.restart.cause); tell('end', 9)"
+    )
+    code, out, err = end(supervise(program, tmp_path))
+    assert (code, out) == (0, "rank 1 was ended by SIGKILL\n" * 2)
+    assert err.splitlines() == [
+        "rank 1 was ended by SIGKILL",
+        "restart 1 of 3 in 0.01 s: rank 1 was ended by SIGKILL after step 7; going on from step 5, so that 2 steps are "
+        "done again",
+    ]
+
+
+def test_repeated_crashes_are_given_up(tmp_path):
+    code, out, err = end(supervise(f"ready('train'); {CRASH}", tmp_path, budget=2))
+    assert code == 5 and out.count("ready 1") == 3
+    assert re.findall(r"restart \d of 2 in ([0-9.]+) s", err) == ["0.01", "0.02"]  # the pause doubles
+    assert err.splitlines()[-4:] == [
+        "crashed 3 times without saving anything in between; given up. Its faults:",
+        *["step 2: rank 1 was ended by SIGKILL"] * 3,
+    ]
+
+
+def test_each_new_checkpoint_resets_the_budget(tmp_path):
+    program = f"tell('train', 8)\nsave(number)\nif number < 5:\n  {CRASH}\ntell('end', 9)"
+    code, out, err = end(supervise(program, tmp_path, budget=1))
+    assert code == 0 and err.count("restart 1 of 1") == 5
+
+
+def test_restarts_know_whether_this_run_has_saved(tmp_path):
+    """A checkpoint of a later step that exists at the launch does not count as saved by this run."""
+    (tmp_path / "saved").write_text("9")
+    report = "if ranks.rank: say(bool(number) and ranks.launcher.restart.saved)"
+    program = f"tell('train', 8)\n{report}\nif number == 1: save(5)\n{CRASH}"
+    code, out, err = end(supervise(program, tmp_path, budget=1))
+    reported = [line for line in out.splitlines() if line in ("True", "False")]
+    assert code == 5 and reported == ["False"] * 2 + ["True"]
+    assert err.count("restart 1 of 1") == 2  # the checkpoint of step 5 is a new one
+
+
+def test_a_failure_after_the_last_save_is_not_restarted(tmp_path):
+    code, out, err = end(supervise("tell('end', 3); sys.exit(1)", tmp_path))
+    assert code == 1 and "restart" not in err
+
+
+def test_a_rank_that_dies_in_the_export_is_not_started_again(tmp_path):
+    code, out, err = end(supervise(f"tell('export', 3); {CRASH}", tmp_path))
+    assert code == 10 and err == (
+        "training is complete, but the export failed: rank 1 was ended by SIGKILL; export it again\n"
+    )
+
+
+@pytest.mark.parametrize("code", sorted(EXPLAINED))
+def test_deterministic_failures_are_not_restarted(code, tmp_path):
+    process = supervise(f"ready('train'); sys.exit({code})", tmp_path)
+    ended, out, err = end(process)
+    slow = f"rank 1 ended with exit code {code} and the others did not\n"  # rank 0 reports the reason, but was too late
+    assert ended == code and out.count("ready") <= 2 and err in ("", slow)
+
+
+def test_without_a_budget_the_exit_code_is_that_of_the_crash(tmp_path):
+    code, out, err = end(supervise(f"ready('train'); {CRASH}", tmp_path, budget=0))
+    assert (code, err) == (137, "rank 1 was ended by SIGKILL\n")
+
+
+def test_a_stop_in_the_pause_ends_the_run(tmp_path):
+    process = supervise(f"tell('train', 3); {CRASH}", tmp_path, pause=100)
+    assert any("restart 1" in line for line in process.stderr)
+    process.send_signal(signal.SIGTERM)
+    assert end(process)[0] == 143
+
+
+# Hangs
+
+
+def read_evidence(folder: Path) -> dict[str, str]:
+    (hang_folder,) = (folder / "hangs").iterdir()
+    return {path.name: path.read_text() for path in hang_folder.iterdir()}
+
+
+WAIT_IN_PHASES = (
+    "respond_to_launcher(ranks.launcher); say('here'); "
+    "tell('{0}' if ranks.rank else '{1}', {2} if ranks.rank else {3}); wait()"
+)
+
+
+@pytest.mark.parametrize(
+    ("rank_1", "rank_0"),
+    [
+        (("data", 7), ("train", 7)),
+        (("train", 6), ("data", 7)),
+        (("validate", 7), ("save", 7)),
+        (("save", 6), ("data", 7)),
+    ],
+)
+def test_the_rank_that_is_behind_is_named(rank_1, rank_0, tmp_path):
+    program = WAIT_IN_PHASES.format(rank_1[0], rank_0[0], rank_1[1], rank_0[1])
+    code, out, err = end(supervise(program, tmp_path, budget=0, limit=1))
+    assert code == 6 and out == "here\n" * 2
+    assert err.startswith("hang: no rank has got on for ")
+    assert (
+        f"rank 1 is behind, in step {rank_1[1]} ({rank_1[0]}); stacks and collectives of all ranks: {tmp_path}" in err
+    )
+    evidence = read_evidence(tmp_path)
+    assert set(evidence) == {"summary.txt"} | {
+        f"rank-{r}.{w}" for r in (0, 1) for w in ("stacks.txt", "collectives.json")
+    }
+    assert all("in wait" in evidence[f"rank-{rank}.stacks.txt"] for rank in (0, 1))
+    assert f"rank 0: in step {rank_0[1]} ({rank_0[0]}), process S" in evidence["summary.txt"]
+
+
+def test_a_rank_that_is_stopped_is_named_and_not_the_one_that_waits_for_it(tmp_path):
+    program = (
+        "respond_to_launcher(ranks.launcher); ready('train'); "
+        "os.kill(os.getpid(), signal.SIGSTOP) if ranks.rank == 0 else wait()"
+    )
+    process = supervise(program, tmp_path, budget=0, limit=1)
+    pids = ready(process)
+    code, out, err = end(process)
+    assert code == 6 and "rank 0 is stopped by a signal, in step 3 (train)" in err
+    assert 1 <= int(re.search(r"no rank has got on for (\d+) s", err)[1]) < 100  # the limit of a start
+    assert has_ended(pids[0]) and has_ended(pids[1])
+
+
+def test_a_rank_that_holds_the_gil_still_shows_its_stack(tmp_path):
+    hold = "import ctypes\ndef hold():\n  ctypes.PyDLL(None).sleep(1000)\n"
+    program = f"{hold}respond_to_launcher(ranks.launcher); tell('train', 3); hold() if ranks.rank else wait()"
+    assert end(supervise(program, tmp_path, budget=0, limit=1))[0] == 6
+    assert "in hold" in read_evidence(tmp_path)["rank-1.stacks.txt"]
+
+
+def test_a_rank_that_writes_a_large_file_is_no_hang(tmp_path):
+    """It sends no heartbeat for longer than the limit, while the other rank waits for it and ends first."""
+    program = """
+tell('save', 3)
+left = folder / 'left'
+if ranks.rank:
+    with open(folder / 'large', 'wb', buffering=0) as file:
+        while not left.exists():
+            time.sleep(0.1)
+            file.write(b'x')
+else:
+    time.sleep(2)
+tell('end', 3)
+left.touch()
+"""
+    assert end(supervise(program, tmp_path, budget=0, limit=1.5)) == (0, "", "")
+
+
+BURN = "until = time.monotonic() + 3\nwhile time.monotonic() < until: sum(range(10**5))\n"
+
+
+@pytest.mark.parametrize("where", ["in the rank", "in a child process"])
+def test_a_rank_that_compiles_is_no_hang(where, tmp_path):
+    """It sends no heartbeat for longer than the limit of a start, but it or a child process uses CPU time.
+
+    Other tests may compete for the cores, so a fiftieth of a core over a longer time is enough here.
+    """
+    program = BURN if where == "in the rank" else "import subprocess\n"
+    if where != "in the rank":
+        program += f"subprocess.run([sys.executable, '-c', {'import time' + chr(10) + BURN!r}])\n"
+    program = f"tell('first', 1)\n{program}tell('end', 1)"
+    assert end(supervise(program, tmp_path, budget=0, start=1, answer=1, busy=0.02)) == (0, "", "")
+
+
+class Spinning(Processes):
+    """A rank on this machine that uses CPU time in a phase and makes no progress."""
+
+    def __init__(self, machines: int, phase: str) -> None:
+        self.nodes, self.rank_files, self.running, self.started_at = (
+            Nodes(machines, 0, "head", 1),
+            [None],
+            {0: None},
+            0.0,
+        )
+        self.progress, self.computed = {0: Activity(phase, 3, 1.0)}, 0.0
+
+    def cpu_seconds(self, rank: int) -> float:
+        self.computed += 10
+        return self.computed
+
+    def bytes_moved(self, rank: int) -> int:
+        return 0
+
+
+@pytest.mark.parametrize(
+    ("machines", "phase", "standing"), [(1, "train", None), (2, "train", 99.0), (2, "export", None)]
+)
+def test_a_rank_that_spins_in_a_collective_with_another_machine_hangs(machines, phase, standing, monkeypatch):
+    """An export is no hang, because one rank computes while the others wait."""
+    monkeypatch.setattr(hangs, "ANSWER_SECONDS", 0.01)
+    watchdog = hangs.Watchdog(Spinning(machines, phase), HangLimits(1, 1))
+    assert watchdog.seconds_stuck(100.0) == standing
+
+
+@pytest.mark.parametrize(
+    ("heartbeat", "phase"),
+    [("", "in its start"), ("tell('load')", "loading"), ("tell('first', 1)", "in step 1 (first)")],
+)
+def test_a_rank_that_waits_before_its_first_step_hangs(heartbeat, phase, tmp_path):
+    program = f"respond_to_launcher(ranks.launcher); {heartbeat}\nwait()"
+    code, out, err = end(supervise(program, tmp_path, budget=0, start=1.5))
+    assert code == 6 and f"all ranks are {phase}, none is behind" in err
+
+
+def test_a_rank_that_is_ending_is_not_a_hang(tmp_path):
+    """It may still upload its last metrics; everything important is saved."""
+    assert end(supervise("tell('end', 3); time.sleep(2)", tmp_path, budget=0, limit=1)) == (0, "", "")
+
+
+# The verdict
+
+
+def flight_log(*entries: tuple[str, int, str], ranks: str = "[0, 1, 2]") -> hangs.CollectiveLog:
+    """Return a log as the launcher reads it from torch's flight recorder, of entries of (group, number, operation)."""
+    log = {
+        "entries": [
+            {
+                "is_p2p": False,
+                "process_group": [group, group],
+                "collective_seq_id": number,
+                "profiling_name": operation,
+                "input_sizes": [[4]],
+            }
+            for group, number, operation in entries
+        ],
+        "pg_config": {group: {"ranks": ranks} for group, _, _ in entries},
+    }
+    return hangs._parse_log(json.dumps(log))
+
+
+SUM, GATHER = "gloo:all_reduce", "gloo:all_gather"
+STEP_3 = {rank: Activity("train", 3, 1.0) for rank in range(3)}
+SLEEPING = dict.fromkeys(range(3), "S")
+BOTH = [("0", 1, SUM), ("0", 2, GATHER)]
+
+
+WAITING = "ranks 0, 1 are waiting in gloo:all_gather of [4] (number 2 of group 0)"
+MIXED = (
+    "number 1 of group 0: rank 0 in gloo:all_reduce of [4], rank 1 in gloo:all_gather of [4], rank 2 in gloo:all_reduce"
+)
+
+
+@pytest.mark.parametrize(
+    ("logs", "rank", "message"),
+    [
+        ([BOTH, BOTH, BOTH[:1]], 2, f"rank 2 is behind, in step 3 (train); {WAITING}"),
+        ([BOTH, [("0", 1, GATHER), ("0", 2, SUM)], BOTH], 1, f"the ranks are in different collectives: {MIXED}"),
+        ([BOTH, BOTH, BOTH], 0, "all ranks are in step 3 (train), none is behind"),
+        ([BOTH, [*BOTH, ("0", 3, SUM)], BOTH], 0, "rank 0 is behind"),
+    ],
+    ids=["skipped", "swapped", "the same", "extra"],
+)
+def test_ranks_in_the_same_phase_are_distinguished_by_their_collectives(logs, rank, message):
+    logs_by_rank = {number: flight_log(*entries) for number, entries in enumerate(logs)}
+    late, reason = hangs.find_late_rank(STEP_3, SLEEPING, logs_by_rank)
+    assert late == rank and reason.startswith(message)
+
+
+def test_a_rank_without_a_log_is_no_evidence():
+    late, reason = hangs.find_late_rank(
+        STEP_3, SLEEPING, {0: flight_log(*BOTH), 1: flight_log(*BOTH), 2: hangs.CollectiveLog()}
+    )
+    assert (late, reason) == (0, "all ranks are in step 3 (train), none is behind")
+
+
+# Kinds of failures
+
+
+@pytest.mark.parametrize(
+    ("error", "kind"),
+    [
+        (MemoryError(), "memory"),
+        (
+            RuntimeError("[enforce fail at alloc_cpu.cpp:117] DefaultCPUAllocator: can't allocate memory: you tried"),
+            "memory",
+        ),
+        (RuntimeError("[../gloo/transport/tcp/pair.cc:547] Connection closed by peer [127.0.0.1]:1"), "peer"),
+        (RuntimeError("Application timeout caused pair closure"), "peer"),  # gloo's other words for a timeout
+        (RuntimeError("shape mismatch"), None),
+        (OSError("Broken pipe"), None),
+    ],
+    ids=str,
+)
+def test_kinds_of_failures(error, kind):
+    assert failure_kind(error) == kind
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory):
+    return jobs.write_texts(tmp_path_factory.mktemp("texts"))
+
+
+def out_of_memory(argv):
+    """Run out of memory in the third step; return the exit code and the standard error."""
+    errors = io.StringIO()
+    config, ranks = manager.load(argv), read_ranks()
+    with pytest.MonkeyPatch.context() as patch, redirect_stderr(errors):
+        step = Trainer.step
+
+        def hungry(self, batch):
+            if self.current_step == 2:
+                raise MemoryError("no more")
+            return step(self, batch)
+
+        patch.setattr(Trainer, "step", hungry)
+        set_up_logging(ranks)
+        return train.run(config, ranks), errors.getvalue()
+
+
+def test_out_of_memory_lists_the_memory_by_kind(texts, tmp_path):
+    code, errors = run_alone(
+        out_of_memory, jobs.arguments(tmp_path, texts)
+    )  # in a fresh process, because it installs signal handlers
+    assert code == 8 and "ERROR: out of memory: no more\n  parameters      0.00 GiB\n  gradients " in errors
+    assert "  optimizer " in errors and "  at most " in errors
+
+
+def failing_export(argv, error: str, tracker: bool = False):
+    """Train; the export fails with `error`, and with `tracker` the tracker fails too. Return exit code and output."""
+
+    def unreachable(trainer: Trainer) -> None:
+        raise RuntimeError("the tracker is unreachable")
+
+    if tracker:
+        Trainer.report = unreachable
+
+    def fail(*args: object) -> None:
+        raise {"bug": KeyError("tok_embeddings"), "disk": OSError(28, "No space left on device")}[error]
+
+    final_export.Exports._write_weights = fail
+    lines, out = io.StringIO(), io.StringIO()
+    with redirect_stderr(lines), redirect_stdout(out):
+        ranks = read_ranks()
+        set_up_logging(ranks, False)
+        code = train.run(manager.load(argv), ranks)
+    return code, lines.getvalue() + out.getvalue()
+
+
+@pytest.mark.parametrize(
+    "error, reason", [("bug", "KeyError: 'tok_embeddings'"), ("disk", r"\[Errno 28\] No space left on device")]
+)
+def test_a_failed_export_has_its_exit_code_and_says_that_training_is_complete(error, reason, texts, tmp_path):
+    options = dict(checkpoint__enable=True, checkpoint__last_save_model_only=True, checkpoint__export_dtype="bfloat16")
+    argv = jobs.arguments(tmp_path, texts, training__steps=2, **options)
+    code, printed = run_alone(failing_export, argv, error)
+    assert code == 10 and (tmp_path / "checkpoint" / "step-00000002").is_dir()
+    command = rf"torchtitan export {tmp_path} --to NEW_FOLDER --merge --dtype bfloat16"
+    assert re.search(
+        rf"training is complete \(step 2\), but the export failed: {reason}; everything is saved: run `{command}`, or "
+        "start the same job again, which then only exports",
+        printed,
+    )
+    assert ("Traceback" in printed) == (error == "bug")
+    assert "step 2/2, loss" in printed  # the lines at the end of every run
+
+
+def test_a_tracker_that_fails_too_hides_no_failed_export(texts, tmp_path):
+    options = dict(checkpoint__enable=True, checkpoint__last_save_model_only=True, training__steps=2)
+    code, printed = run_alone(failing_export, jobs.arguments(tmp_path, texts, **options), "disk", True)
+    assert code == 10 and "Traceback" not in printed
+    assert printed.index("but the export failed: [Errno 28]") < printed.index("RuntimeError: the tracker is unreach")
+
+
+def resume_after_restart(argv, saved: bool):
+    """Resume after a launcher's restart; return the step and whether the optimizer's state was loaded."""
+    with tempfile.NamedTemporaryFile() as shared:
+        shared.write(bytes(64))
+        shared.flush()
+        restart = Restart(1, "a crash", 0, 5, time.monotonic(), saved)
+        launcher = Launcher(os.getpid(), "", shared.name, "", "", 0, restart=restart)
+        trainer = Trainer(manager.load(argv), dataclasses.replace(read_ranks(), launcher=launcher))
+        trainer.metrics.close()
+    return trainer.restorer.resumed_step, any(optimizer.state for optimizer in trainer.optimizers)
+
+
+def test_a_restart_does_not_go_back_again(texts, tmp_path):
+    options = dict(checkpoint__enable=True, checkpoint__interval=2, training__steps=4)
+    run_ranks(1, jobs.train, jobs.arguments(tmp_path, texts, **options))
+    back = options | dict(checkpoint__load_step=2, checkpoint__exclude_from_loading='["optimizer"]')
+    argv = jobs.arguments(tmp_path, texts, **back)
+    assert run_ranks(1, resume_after_restart, argv, False) == [(2, False)]
+    assert run_ranks(1, resume_after_restart, argv, True) == [(4, True)]
+
+
+# Complete jobs
+
+
+ALONE = dict(training__local_batch_size=4, training__steps=40, checkpoint__enable=True, checkpoint__interval=5)
+ALONE |= dict(optimizer__lr=1e-3, model__overrides=jobs.SHALLOW)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(texts, tmp_path_factory):
+    argv = jobs.arguments(tmp_path_factory.mktemp("undisturbed"), texts, **ALONE)
+    return run_ranks(2, jobs.train, argv)[0][0]
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP], ids=lambda number: number.name)
+def test_a_job_recovers_to_the_same_losses(number, texts, undisturbed, tmp_path):
+    hang = dict(comm__train_timeout_seconds=5) if number == signal.SIGSTOP else {}
+    process = jobs.start(jobs.arguments(tmp_path / "run", texts, **ALONE, **hang), ranks=2)
+    jobs.wait_for_step(tmp_path / "run", 6, process)
+    ranks = jobs.children(process.pid)
+    os.kill(ranks[1], number)
+    code, out, err = jobs.finish(process)
+    assert code == 0, err
+    assert "Traceback" not in err and "restart 1 of 3" in err and all(map(has_ended, ranks))
+    rows = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
+    (event,) = [row for row in rows if row.get("event") == "restart"]
+    assert event["rank"] == 1 and event["step"] % 5 == 0
+    assert 0 <= event["steps_lost"] <= 5 and event["seconds_lost"] > 0
+    rows = jobs.logged_steps(tmp_path / "run")
+    assert [row["step"] for row in rows] == list(range(1, 41))
+    assert [row["loss"] for row in rows] == [row["loss"] for row in undisturbed]
+    if number == signal.SIGSTOP:
+        assert "rank 1 is stopped by a signal" in err
+        evidence = read_evidence(tmp_path / "run")
+        assert (
+            "training/trainer.py" in evidence["rank-0.stacks.txt"]
+            and "all_reduce" in evidence["rank-0.collectives.json"]
+        )
