@@ -7,10 +7,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
-from scripts import gpu_hour, gpu_waits
+from scripts import gpu_hour, gpu_programs, gpu_waits
+from tests.support.forked_job import Program
 from tests.support.jobs import ROOT
 from torchtitan import launch
 from torchtitan.config.manager import load
@@ -109,16 +111,37 @@ def test_parts_run_on_a_cpu_without_a_network(archive):
     assert b"==" not in output, "steps that have a row are not run again"
 
 
-def test_programs_are_compared_and_resumed_on_a_cpu(archive):
-    variables = ENVIRONMENT | {"OUT": str(archive / "out"), "PYTHONPATH": str(archive)}
-    command = [sys.executable, "scripts/gpu_programs.py", "llama", "pairs", "resume_disabled", "uses", "compiled_llama"]
-    done = subprocess.run(command, cwd=archive, env=variables, capture_output=True, text=True)
-    rows = {row.split()[0]: row for row in done.stdout.splitlines()}
-    assert done.returncode == 2 and not rows and "compiled_llama" in done.stderr
-    done = subprocess.run(command[:-1], cwd=archive, env=variables, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout + done.stderr
-    rows = {row.split()[0]: row.split()[1] for row in done.stdout.splitlines()}
-    assert rows == dict.fromkeys(("llama", "pairs", "resume_disabled", "uses"), "equal:")
+def test_unknown_programs_are_refused(archive):
+    command = [sys.executable, "scripts/gpu_programs.py", "llama", "compiled_llama"]
+    done = subprocess.run(command, cwd=archive, env=ENVIRONMENT, capture_output=True, text=True)
+    assert done.returncode == 2 and not done.stdout and "unknown: compiled_llama; known: llama" in done.stderr
+
+
+AS_MODULE = """
+import runpy, sys
+sys.argv = sys.argv[1:]
+runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+"""
+
+
+def run_forked(command: list[str], cwd: Path, env: dict[str, str], timeout: float, **_) -> subprocess.CompletedProcess:
+    """Run `python -m MODULE` like `subprocess.run`, in a fork."""
+    assert command[:2] == [sys.executable, "-m"]
+    process = Program(AS_MODULE, *command[2:], folder=cwd, environment=env)
+    out, err = process.communicate(timeout)
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
+
+
+def test_programs_are_compared_and_resumed_on_a_cpu(tmp_path, monkeypatch, capsys):
+    """The programs are forks, and their model is smaller; the parts above run in new processes."""
+    rows = ("llama", "pairs", "resume_disabled", "uses")
+    monkeypatch.setattr(gpu_programs, "OUT", tmp_path)
+    monkeypatch.setattr(gpu_programs, "EXACT", gpu_programs.EXACT | {"model.overrides": "{n_layers=1}"})
+    monkeypatch.setattr(gpu_programs, "subprocess", SimpleNamespace(run=run_forked))
+    monkeypatch.setattr(sys, "argv", ["gpu_programs.py", *rows])
+    assert gpu_programs.main() == 0, capsys.readouterr().out
+    answers = [row.split()[:2] for row in capsys.readouterr().out.splitlines()]
+    assert sorted(answers) == sorted([name, "equal:"] for name in rows)
 
 
 def test_a_step_that_fails_has_a_row_and_is_run_again(archive):

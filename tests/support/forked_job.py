@@ -80,6 +80,8 @@ def _run_program(
     for number, stream in enumerate(streams, 1):
         os.dup2(stream.fileno(), number)
         stream.close()
+    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)  # type: ignore[misc]  # noqa: SIM115
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
