@@ -4,6 +4,7 @@ from collections import Counter
 
 import pytest
 
+from tests.support.pool import run_alone
 from torchtitan import cli
 from torchtitan.commands import estimate
 from torchtitan.commands.check import STEP_FAILED
@@ -14,7 +15,11 @@ from torchtitan.core.hardware import load_hardware
 from torchtitan.job import ResolvedJob
 from torchtitan.planner import estimate as prediction
 from torchtitan.planner.memory.closed_form import predict_memory
+from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.rehearsal import RehearsalEnded
+from torchtitan.planner.time.measured_runs import usual_calibration
+from torchtitan.planner.time.messages import Links
+from torchtitan.planner.time.step_time import StepTimer
 
 GIB = 2**30
 
@@ -161,13 +166,71 @@ def test_traffic_is_compared_with_compute_time(capsys):
     predicted = prediction.Prediction(0, 0, "clipping", {}, Counter(sent), groups)
     speeds, _ = estimate.parse_options(["--traffic"])
     lines = estimate.traffic(predicted, 200e12, speeds)
-    assert [line.split()[-3:] for line in lines[1:3]] == [["2.000", "s", "between"], ["0.100", "s", "inside"]]
-    assert lines[-2] == "the most time takes dp_shard, 396% of what computing takes: more than the rank computes"
+    assert [line.split()[-3:] for line in lines[1:3]] == [["0.241", "s", "between"], ["0.100", "s", "inside"]]
+    assert (
+        lines[-2]
+        == "the most time takes dp_shard, 48% of what computing takes: there is time for it while the rank computes"
+    )
     assert lines[-1].startswith("tp takes 20% of it, which comes on top")
-    faster, _ = estimate.parse_options(["--traffic", "--outside=450", "--machine=4", "--tflops", "200"])
-    assert "20% of what computing takes: there is time" in estimate.traffic(predicted, 200e12, faster)[-2]
-    faster.inside = 70.0  # GB/s
-    assert "tp, 50% of what computing takes: which comes on top" in estimate.traffic(predicted, 200e12, faster)[-1]
+    slower, _ = estimate.parse_options(["--traffic", "--outside=4.5", "--machine=4", "--tflops", "200"])
+    assert "400% of what computing takes: more than the rank" in estimate.traffic(predicted, 200e12, slower)[-2]
+    slower.inside = 70.0  # GB/s
+    assert "tp takes 50% of it, which comes on top" in estimate.traffic(predicted, 200e12, slower)[-1]
+
+
+def messages_of_job(options, ranks):
+    """Return the seconds of a step's messages by axis: as `estimate --traffic` rehearses and `plan` counts them."""
+    job = ["--job.config_file=llama3_8b", "--model.tokenizer_path=bytes", "--model.overrides={n_layers = 16}", *options]
+    job = ResolvedJob(manager.load(job), ranks, "cuda")
+    hardware = load_hardware("h100-80")
+    links = Links(hardware.machine_link, hardware.network_link, hardware.devices_per_machine)
+    (predicted, *_), rehearsed = prediction.predict(job, traffic=True), Counter()
+    for axis, kind in {(axis, kind) for axis, kind, _ in predicted.sent}:
+        calls, size = (float(predicted.sent[axis, kind, unit]) for unit in ("calls", "bytes"))
+        rehearsed[AXES.get(axis, axis)] += links.sent(kind, size, calls, predicted.groups[axis]).seconds
+    samples = job.layout.samples
+    formula = StepTimer(Workload.of(job, samples), hardware).messages_of_step(Plan.of(job, samples))
+    return dict(rehearsed), {axis: message.seconds for axis, message in formula.items()}
+
+
+AXES = {"dp_shard": "fsdp", "dp_shard_cp": "fsdp", "dp_replicate": "replicas"}
+MESSAGES = {
+    "FSDP 16": ([], 16),
+    "FSDP 64": ([], 64),
+    "replicas": (["data_parallel_replicate_degree=2"], 16),
+    "TP 4": (["tensor_parallel_degree=4"], 8),
+    "TP 8, full recompute": (["tensor_parallel_degree=8", "full"], 16),
+    "CP 4": (["context_parallel_degree=4"], 8),
+    "CP 2, ulysses": (["context_parallel_degree=2", "context_parallel_rotate_method=ulysses"], 8),
+    "CP 2, all-to-all": (["context_parallel_degree=2", "context_parallel_rotate_method=alltoall"], 8),
+    "no resharding": (["fsdp_reshard_after_forward=never"], 16),
+    "TP 2, CP 2, replicas": (
+        ["tensor_parallel_degree=2", "context_parallel_degree=2", "data_parallel_replicate_degree=2"],
+        16,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MESSAGES)
+def test_the_planner_has_the_messages_of_the_rehearsal(name):
+    """Sums of single numbers (the loss, the norm of the gradient) are left out by the planner."""
+    options, ranks = MESSAGES[name]
+    recompute = "full" if "full" in options else "none"
+    arguments = [f"--parallelism.{option}" for option in options if option != "full"]
+    rehearsed, formula = run_alone(messages_of_job, [*arguments, f"--activation_checkpoint.mode={recompute}"], ranks)
+    assert formula.keys() == rehearsed.keys()
+    for axis, seconds in formula.items():
+        assert seconds == pytest.approx(rehearsed[axis], rel=0.1), axis
+
+
+def test_the_step_takes_as_long_as_by_the_planner():
+    options, _ = estimate.parse_options(["--traffic", "--gpu=h100-80"])
+    job = ResolvedJob(manager.load(["--job.config_file=llama3_8b"]), 64, "cuda")
+    timer = StepTimer(Workload.of(job, 64), load_hardware("h100-80"), usual_calibration(load_hardware("h100-80")))
+    (line,) = estimate.step_line(job, options)
+    assert line.startswith(f"a step takes {timer.step_time(Plan.of(job, 64)).seconds:.3g} s (")
+    adapted = ResolvedJob(manager.load(["--job.config_file=llama3_8b", "--adapter.kind=lora"]), 64, "cuda")
+    assert estimate.step_line(adapted, options) == []
 
 
 def test_hardware_gives_memory_device_and_speeds():

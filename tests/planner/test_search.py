@@ -195,7 +195,7 @@ def test_expert_parallel_gathers_only_what_is_sharded():
     timer = StepTimer(Workload.of(resolved("deepseek_671b"), 64), H100)
     plan = Plan(shards=64, ep=64)
     dense, experts = timer.rank_weights(plan)
-    gather, blocks = timer.messages.gather, timer.workload.args.n_layers
+    gather, blocks = timer.messages.links.gather, timer.workload.args.n_layers
     assert plan.expert_shards == 1
     assert timer.messages.gather_weights(plan, 2 * dense, experts) == gather(2 * dense, 64, 1, blocks)
     half = dataclasses.replace(plan, ep=32)
@@ -209,7 +209,7 @@ def test_fsdp_gathers_blocks_twice_and_both_ends_once():
     timer = StepTimer(Workload.of(resolved("llama3_8b"), 8), H100)
     plan = Plan(shards=8)
     dense, _ = timer.rank_weights(plan)
-    ends, gather, blocks = 2 * 128256 * 4096, timer.messages.gather, 32
+    ends, gather, blocks = 2 * 128256 * 4096, timer.messages.links.gather, 32
     reduced = gather(4 * dense, 8, 1, blocks).seconds
     total = gather(2 * dense, 8, 1, blocks).seconds + gather(2 * (dense - ends), 8, 1, blocks).seconds + reduced
     assert timer._fsdp(plan, timer.rank_weights(plan), computed=0.0) == pytest.approx(total)
@@ -221,14 +221,14 @@ def test_fsdp_gathers_blocks_twice_and_both_ends_once():
 def test_messages_pass_the_hops_of_a_ring_or_a_tree():
     """An H100 sends 351 GB/s in a machine of 8 and 45 GB/s to others; hops take 1.9 and 4 microseconds."""
     messages = StepTimer(Workload.of(resolved("llama3_8b"), 8), H100).messages
-    inside, between = messages.gather(8e9, 8, 1, 3), messages.gather(8e9, 512, 1, 3)
+    inside, between = messages.links.gather(8e9, 8, 1, 3), messages.links.gather(8e9, 512, 1, 3)
     assert inside.transfer == pytest.approx(7e9 / 351e9) and inside.latency == pytest.approx(3 * 7 * 1.9e-6)
     assert between.transfer == pytest.approx(1e9 * 63 / 64 / 45e9)
     assert between.latency == pytest.approx(3 * (64 * 7 * 1.9e-6 + 63 * 4e-6))
-    tree = messages.all_reduce(8e9, 512, 1, 3)
+    tree = messages.links.all_reduce(8e9, 512, 1, 3)
     assert tree.transfer == 2 * between.transfer and tree.latency == pytest.approx(6 * (7 * 1.9e-6 + 6 * 4e-6))
-    assert messages.gather(8e9, 64, 8).latency == pytest.approx(63 * 4e-6)  # one rank in each machine
-    exchange = messages.exchange(8e9, 64, 1)
+    assert messages.links.gather(8e9, 64, 8).latency == pytest.approx(63 * 4e-6)  # one rank in each machine
+    exchange = messages.links.exchange(8e9, 64, 1)
     assert exchange.transfer == pytest.approx(7e9 / 45e9) and exchange.latency == pytest.approx(7 * 1.9e-6 + 56 * 4e-6)
 
 
@@ -459,6 +459,23 @@ def test_chunks_of_the_loss_have_smaller_products_and_sum_the_gradient():
     assert product == pytest.approx(4 * timer._product(8192 / 4, args.vocab_size, args.dim))
     sums = 4 * 8 * args.vocab_size * args.dim  # each chunk reads and writes float32; half in forward, half in backward
     assert logits == pytest.approx(timer._moved(12 * 8192 * args.vocab_size + sums / 2))
+
+
+def test_plans_are_ordered_by_a_step_on_a_slower_network():
+    """Their times are those of the whole network. With 0.7 of it a plan loses what its messages take."""
+    search, _ = searched("llama3_8b", 64, 64, top=1)
+    result = command.find_robust(search, 64, 5, Limits(H100.memory_gib * 2**30))
+    slower = command.with_network(search, 0.76)
+    seconds = [slower.timer.step_time(one.plan).seconds for one in result.best]
+    assert len(seconds) == 5 and seconds == sorted(seconds)
+    assert all(one.time == search.timer.step_time(one.plan) for one in result.best + result.judged)
+    exposed = search.candidate(Plan(shards=64, recompute="none"))
+    (line,) = command.network_lines(search, exposed)
+    network = search.timer.timer.messages_of_step(exposed.plan)["fsdp"].transfer
+    assert f"busy for {network / exposed.time.seconds:.0%} of a step" in line
+    loss = command.with_network(search, 0.7).timer.step_time(exposed.plan).seconds / exposed.time.seconds - 1
+    assert f"takes {loss:.1%} longer" in line and loss > 0.03
+    assert command.network_lines(search, search.candidate(Plan(shards=8, passes=8))) == []
 
 
 # Command

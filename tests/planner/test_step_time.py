@@ -143,8 +143,8 @@ def test_an_all_to_all_between_machines_sends_all_its_parts_there():
     """Of 16 ranks in two machines half of the bytes go to the other one; a gather sends them there once for 8 ranks."""
     gpu = load_hardware("h100-80")
     messages = timer(gpu).messages
-    assert messages.exchange(1e9, 16, 1).transfer == pytest.approx(5e8 / gpu.network_link.reached_bandwidth)
-    assert messages.gather(1e9, 16, 1).transfer < messages.exchange(1e9, 16, 1).transfer
+    assert messages.links.exchange(1e9, 16, 1).transfer == pytest.approx(5e8 / gpu.network_link.reached_bandwidth)
+    assert messages.links.gather(1e9, 16, 1).transfer < messages.links.exchange(1e9, 16, 1).transfer
 
 
 def test_quantized_reductions_between_machines_take_two_hops():
@@ -152,9 +152,9 @@ def test_quantized_reductions_between_machines_take_two_hops():
     times = timer(load_hardware("h100-80"), reduce_bits=4, reshard=8)
     weights, messages, blocks = WeightCounts(dense=1e9, experts=0.0), times.messages, times.workload.args.n_layers
     size, count = 1e9 * block_bytes(4) / BLOCK, blocks * -(-1e9 // (blocks * PIECE))
-    expected = messages.exchange(size, 8, 1, count).and_then(messages.exchange(size / 8, 2, 8, count))
+    expected = messages.links.exchange(size, 8, 1, count).and_then(messages.links.exchange(size / 8, 2, 8, count))
     assert messages.reduce_gradients(Plan(shards=16), weights) == pytest.approx(expected)
-    at_once = messages.exchange(size, 16, 1, count)
+    at_once = messages.links.exchange(size, 16, 1, count)
     one_hop = timer(load_hardware("h100-80"), reduce_bits=4).messages
     assert one_hop.reduce_gradients(Plan(shards=16), weights) == pytest.approx(at_once)
 

@@ -8,17 +8,23 @@ import argparse
 import sys
 import traceback
 from collections import Counter
+from dataclasses import replace
 
 import torch
 
 from torchtitan.commands.check import STEP_FAILED
 from torchtitan.commands.command_lines import SPEEDS, USUAL_GPU, parse_command
 from torchtitan.core.errors import JobError, format_bytes
-from torchtitan.core.hardware import load_hardware
+from torchtitan.core.hardware import Hardware, load_hardware
 from torchtitan.core.progress_bar import waiting
+from torchtitan.job import ResolvedJob
 from torchtitan.planner.estimate import Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
+from torchtitan.planner.plan import Plan, Workload, planning_obstacle
 from torchtitan.planner.rehearsal import RehearsalEnded
-from torchtitan.planner.search import is_judged
+from torchtitan.planner.search import PipelineTimer, is_judged
+from torchtitan.planner.time.measured_runs import usual_calibration
+from torchtitan.planner.time.messages import Links
+from torchtitan.planner.time.step_time import StepTimer
 from torchtitan.process.machine import limit_in_bytes
 from torchtitan.process.ranks import likely_device
 from torchtitan.rules import Device
@@ -58,7 +64,7 @@ def main(argv: list[str]) -> int:
     print(f"{name} on {ranks}: {format_bytes(most.peak)} of tensors at most, in {most.moment}")
     print("\n".join(table(predictions)))
     if options.traffic:
-        print("\n".join(traffic(most, flops_of_a_rank(job), options)))
+        print("\n".join([*traffic(most, flops_of_a_rank(job), options), *step_line(job, options)]))
     memory = options.memory or allowed(job.config.memory.limit, options.device)
     if memory is None:
         return FITS
@@ -130,6 +136,8 @@ def traffic(of_rank: Prediction, flops: float, speeds: argparse.Namespace) -> li
     The last lines compare the slowest axis with the time to compute `flops`.
     """
     seconds: Counter[str] = Counter()
+    hardware = hardware_of(speeds)
+    links = Links(hardware.machine_link, hardware.network_link, hardware.devices_per_machine)
     lines = [
         f"sent by rank {of_rank.rank} in a step, at {speeds.inside:g} GB/s in a machine of {speeds.machine:g} ranks"
     ]
@@ -137,7 +145,7 @@ def traffic(of_rank: Prediction, flops: float, speeds: argparse.Namespace) -> li
     for axis, kind in sorted({(axis, kind) for axis, kind, _ in of_rank.sent}):
         calls, size = (round(of_rank.sent[axis, kind, unit]) for unit in ("calls", "bytes"))
         near = len({rank // speeds.machine for rank in of_rank.groups[axis]}) == 1
-        took = size / 1e9 / (speeds.inside if near else speeds.outside)
+        took = links.sent(kind, size, calls, of_rank.groups[axis]).seconds
         seconds[axis] += took
         place = "inside" if near else "between"
         lines.append(f"  {axis:13}{kind:15}{calls:8,} calls{format_bytes(size):>12}{took:9.3f} s {place}")
@@ -152,6 +160,34 @@ def traffic(of_rank: Prediction, flops: float, speeds: argparse.Namespace) -> li
         other_axes = [other for other in WAITED_FOR if seconds[other] and other != axis]
         lines += [f"{other} takes {seconds[other] / computed:.0%} of it, {on_top}" for other in other_axes]
     return lines
+
+
+def hardware_of(speeds: argparse.Namespace) -> Hardware:
+    """Return the hardware of --gpu with the speeds of the options."""
+    hardware = load_hardware(speeds.gpu or USUAL_GPU)
+    return replace(
+        hardware,
+        machine_link=replace(hardware.machine_link, bandwidth=speeds.inside * 1e9, reached=1.0),
+        network_link=replace(hardware.network_link, bandwidth=speeds.outside * 1e9, reached=1.0),
+        devices_per_machine=speeds.machine,
+    )
+
+
+def step_line(job: ResolvedJob, speeds: argparse.Namespace) -> list[str]:
+    """Format the time of a step, as `torchtitan plan` predicts it; nothing for a job that it does not describe."""
+    degrees = job.layout.parallelism
+    is_unusual = degrees.pipeline_parallel_schedule_csv or degrees.module_fqns_per_model_part
+    hardware = hardware_of(speeds)
+    if planning_obstacle(job.model) or is_unusual or (hardware.cores is None) != (job.device_type == "cuda"):
+        return []
+    samples = job.layout.samples
+    timer = PipelineTimer(StepTimer(Workload.of(job, samples), hardware, usual_calibration(hardware)))
+    step = timer.step_time(Plan.of(job, samples))
+    exposed = sum(step.parts[axis] for axis in (*WAITED_FOR, "fsdp"))
+    share = f"{exposed / step.seconds:.0%} of it adds what no computation hides of the messages"
+    return [
+        f"a step takes {step.seconds:.3g} s ({step.low:.3g} to {step.high:.3g}), as `torchtitan plan` says; {share}"
+    ]
 
 
 def verdict(most: Prediction, memory: float, device: Device) -> tuple[str, bool]:

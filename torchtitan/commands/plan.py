@@ -132,6 +132,8 @@ def _draw_price(axes: Any, best: Candidate, alternatives: Alternatives, cost: Co
 BASE = ResolvedJob(JobConfig()).layout
 PLANNED = {name for plan in (Plan(), Plan(tp=2, cp=2, pp=2, schedule="1F1B")) for name in plan.changes(BASE, 1)}
 """Options that a plan sets. Their faults in the job do not matter."""
+LEAST_NETWORK, QUANTILE = 0.7, 0.8
+"""Least share of the network that a job is expected to get, and the quantile of the step's time that orders plans."""
 WRITTEN = "# torchtitan plan: "
 """Start of a file of --write, which may be replaced by another one."""
 
@@ -151,7 +153,7 @@ def main(argv: list[str]) -> int:
     question = ask(options, ResolvedJob(load_job(job_args)[0], options.gpus))
     with waiting("plans are searched"):
         number = max(options.top, options.explain or 0, options.rehearse)
-        result = question.search.find(options.gpus, number, question.limits)
+        result = find_robust(question.search, options.gpus, number, question.limits)
     if not result.best:
         raise JobError(no_plan(result, options.gpus, question.limits.memory))
     if options.explain and options.explain > len(result.best):
@@ -192,9 +194,8 @@ class PlanRequest:
 
     def alternatives(self) -> list[tuple[str, Candidate | None]]:
         """Return the best plan with other hardware, by what differs."""
-        hardware, limits = self.search.hardware, self.limits
-        link = replace(hardware.network_link, bandwidth=2 * hardware.network_link.bandwidth)
-        faster = self.search.with_hardware(replace(hardware, network_link=link))
+        limits = self.limits
+        faster = with_network(self.search, 2.0)
         no_limit = Limits(limits.memory)
         searches = [
             (gpus_text(2 * self.gpus), self.search, 2 * self.gpus, no_limit),
@@ -204,7 +205,7 @@ class PlanRequest:
         ]
         alternatives: list[tuple[str, Candidate | None]] = []
         for change, search, gpus, within in searches:
-            best = search.find(gpus, 1, within).best
+            best = find_robust(search, gpus, 1, within).best
             alternatives.append((change, best[0] if best else None))
         return alternatives
 
@@ -345,6 +346,41 @@ def check_replaced(path: Path, job_args: list[str]) -> None:
         raise JobError(f"--write: given {name!r}; allowed: {allowed}; name another, or remove it")
 
 
+# Network
+
+
+def with_network(search: Search, share: float) -> Search:
+    """Return the same search with a share of the network's bandwidth."""
+    link = search.hardware.network_link
+    return search.with_hardware(replace(search.hardware, network_link=replace(link, bandwidth=share * link.bandwidth)))
+
+
+def find_robust(search: Search, gpus: int, top: int, limits: Limits) -> Result:
+    """Find the plans with the shortest step on a network that is slower than expected.
+
+    The share of the network that a job gets is uncertain: taken as even between LEAST_NETWORK and all of it. More of it
+    never slows a step, so the step's QUANTILE is the step with that quantile of the missing share. The times of the
+    result are those of the whole network.
+    """
+    result = with_network(search, 1 - QUANTILE * (1 - LEAST_NETWORK)).find(gpus, top, limits)
+    for plans in (result.best, result.judged):
+        plans[:] = [replace(one, time=search.timer.step_time(one.plan)) for one in plans]
+    return result
+
+
+def network_lines(search: Search, best: Candidate) -> list[str]:
+    """Format how much of the network a plan uses, and what it loses with less of it."""
+    if best.plan.gpus <= search.hardware.devices_per_machine:
+        return []
+    slower = with_network(search, LEAST_NETWORK)
+    whole, less = (one.timer.timer.messages_of_step(best.plan) for one in (search, slower))
+    used = sum(message.transfer for axis, message in whole.items() if message.transfer < less[axis].transfer)
+    loss = slower.timer.step_time(best.plan).seconds / best.time.seconds - 1
+    busy = f"network: busy for {used / best.time.seconds:.0%} of a step"
+    lost = f"with {LEAST_NETWORK:g} of it a step takes {loss:.1%} longer"
+    return [f"{busy}; {lost}. Plans are ordered by a step with {1 - QUANTILE * (1 - LEAST_NETWORK):g} of it"]
+
+
 # Report
 
 
@@ -373,7 +409,7 @@ def report(question: PlanRequest, result: Result, alternatives: list[tuple[str, 
         lines.append(f"job  {job}")
     else:
         lines += [row(job, "job"), f"the job's own plan {loss_of(job, best, question.limits.memory)}"]
-    lines += ["", costs(best, question.cost), *failure_lines(best, question.cost)]
+    lines += ["", costs(best, question.cost), *failure_lines(best, question.cost), *network_lines(search, best)]
     if alternatives:
         lines += ["with the best plan for it:", *comparison(alternatives, best, question.cost)]
     judged = f"{result.layouts:,} layouts, {len(result.judged):,} plans simulated"

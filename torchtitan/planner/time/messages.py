@@ -4,13 +4,14 @@ A message takes latency + bytes / bandwidth of the link inside or between machin
 a CPU share its cores, and gloo sends with the cores that compute, so there nothing overlaps. Imports no torch.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from math import ceil, lcm, log2
 from typing import NamedTuple
 
 from torchtitan.core.hardware import Hardware, Link
+from torchtitan.parallelisms.degrees import RINGS
 from torchtitan.parallelisms.fsdp_messages import PIECE
 from torchtitan.planner.plan import Plan, Workload
 
@@ -164,6 +165,76 @@ class MessageTime(NamedTuple):
         return MessageTime(factor * self.transfer, factor * self.latency)
 
 
+@dataclass(frozen=True)
+class Links:
+    """The links of ranks, and the times of collectives over them."""
+
+    inside: Link
+    """To ranks of the same machine."""
+    between: Link
+    """To other machines."""
+    machine: int
+    """Ranks of a machine."""
+
+    def _members(self, group: float, stride: int) -> float:
+        """Return the number of ranks that a group with members `stride` ranks apart has in a machine."""
+        return max(1, min(group, self.machine // stride))
+
+    def gather(self, size: float, group: float, stride: int, messages: float = 1) -> MessageTime:
+        """Return the time to gather `size` bytes in `messages` around a ring of ranks that are `stride` ranks apart.
+
+        Members in the same machine share the machine's network cards. A reduce-scatter takes as long.
+        """
+        if group <= 1 or size <= 0:
+            return MessageTime()
+        members, link, network = self._members(group, stride), self.inside, self.between
+        machines = group / members
+        transfer = size * (members - 1) / members / link.reached_bandwidth
+        if machines > 1:
+            transfer = max(transfer, size * (machines - 1) / machines / members / network.reached_bandwidth)
+        hops = (group - machines) * link.latency + (machines - 1) * network.latency
+        return MessageTime(transfer, messages * hops)
+
+    def all_reduce(self, size: float, group: float, stride: int, messages: float = 1) -> MessageTime:
+        """Return the time to sum `size` bytes: twice the bytes of `gather`, along a tree of the machines and back."""
+        if group <= 1 or size <= 0:
+            return MessageTime()
+        members, link, network = self._members(group, stride), self.inside, self.between
+        hops = (members - 1) * link.latency + log2(group / members) * network.latency
+        return MessageTime(2 * self.gather(size, group, stride).transfer, 2 * messages * hops)
+
+    def exchange(self, size: float, group: float, stride: int, messages: float = 1) -> MessageTime:
+        """Return the time of all-to-alls, in which a rank sends its part of `size` bytes to each of the others.
+
+        The group is as in `gather`, but every rank sends its parts for other machines itself, one after the other.
+        """
+        if group <= 1 or size <= 0:
+            return MessageTime()
+        members, link, network = self._members(group, stride), self.inside, self.between
+        inside = size * (members - 1) / group / link.reached_bandwidth
+        between = size * (group - members) / group / network.reached_bandwidth
+        hops = (members - 1) * link.latency + (group - members) * network.latency
+        return MessageTime(max(inside, between), messages * hops)
+
+    def sent(self, kind: str, size: float, calls: float, group: Sequence[int]) -> MessageTime:
+        """Return the time of `calls` messages of a kind, in which a rank of `group` sends `size` bytes in all.
+
+        Kinds and bytes are those of `Traffic` (traffic.py).
+        """
+        if len(group) < 2 or kind in ("receive", "barrier"):
+            return MessageTime()
+        ranks, stride = len(group), group[1] - group[0]
+        total = size * ranks / (ranks - 1)
+        if kind == "all_reduce":
+            return self.all_reduce(total / 2, ranks, stride, calls)
+        if kind in ("all_gather", "reduce_scatter"):
+            return self.gather(total, ranks, stride, calls)
+        if kind == "all_to_all":
+            return self.exchange(total, ranks, stride, calls)
+        link = self.inside if group[0] // self.machine == group[1] // self.machine else self.between
+        return MessageTime(size / link.reached_bandwidth, calls * link.latency)
+
+
 @dataclass
 class MessageTimer:
     """Predicts the messages of one workload on one kind of hardware."""
@@ -173,13 +244,13 @@ class MessageTimer:
     calibration: Calibration
 
     @cached_property
-    def _links(self) -> tuple[Link, Link]:
-        """The links inside and between machines with their factor."""
+    def links(self) -> Links:
+        """The links of the hardware with their factor."""
         factor, links = self.calibration.factor("messages"), (self.hardware.machine_link, self.hardware.network_link)
         inside, between = (
             replace(link, bandwidth=link.bandwidth / factor, latency=link.latency * factor) for link in links
         )
-        return inside, between
+        return Links(inside, between, self.hardware.devices_per_machine)
 
     @property
     def overlap(self) -> bool:
@@ -195,69 +266,34 @@ class MessageTimer:
 
     def _link(self, extent: int) -> Link:
         """Return the slowest link of a group that spans `extent` neighbouring ranks."""
-        inside, between = self._links
-        return inside if extent <= self.hardware.devices_per_machine else between
+        return self.links.inside if extent <= self.links.machine else self.links.between
 
-    def _members(self, group: float, stride: int) -> float:
-        """Return the number of ranks that a group with members `stride` ranks apart has in a machine."""
-        return max(1, min(group, self.hardware.devices_per_machine // stride))
-
-    def gather(self, size: float, group: float, stride: int, messages: float = 1) -> MessageTime:
-        """Return the time to gather `size` bytes in `messages` around a ring of ranks that are `stride` ranks apart.
-
-        Members in the same machine share the machine's network cards. A reduce-scatter takes as long.
-        """
-        if group <= 1 or size <= 0:
-            return MessageTime()
-        members, (link, network) = self._members(group, stride), self._links
-        machines = group / members
-        transfer = size * (members - 1) / members / link.reached_bandwidth
-        if machines > 1:
-            transfer = max(transfer, size * (machines - 1) / machines / members / network.reached_bandwidth)
-        hops = (group - machines) * link.latency + (machines - 1) * network.latency
-        return MessageTime(transfer, messages * hops)
-
-    def all_reduce(self, size: float, group: float, stride: int, messages: float = 1) -> MessageTime:
-        """Return the time to sum `size` bytes: twice the bytes of `gather`, along a tree of the machines and back."""
-        if group <= 1 or size <= 0:
-            return MessageTime()
-        members, (link, network) = self._members(group, stride), self._links
-        hops = (members - 1) * link.latency + log2(group / members) * network.latency
-        return MessageTime(2 * self.gather(size, group, stride).transfer, 2 * messages * hops)
-
-    def exchange(self, size: float, group: float, stride: int, messages: float = 1) -> MessageTime:
-        """Return the time of all-to-alls, in which a rank sends its part of `size` bytes to each of the others.
-
-        The group is as in `gather`, but every rank sends its parts for other machines itself, one after the other.
-        """
-        if group <= 1 or size <= 0:
-            return MessageTime()
-        members, (link, network) = self._members(group, stride), self._links
-        inside = size * (members - 1) / group / link.reached_bandwidth
-        between = size * (group - members) / group / network.reached_bandwidth
-        hops = (members - 1) * link.latency + (group - members) * network.latency
-        return MessageTime(max(inside, between), messages * hops)
+    def of_block(self, plan: Plan, has_experts: bool, tokens: float) -> dict[str, MessageTime]:
+        """Return the messages of a block in forward and backward, for `tokens` of a rank, by axis."""
+        args, b = self.workload.args, self.workload.compute_bytes
+        messages: dict[str, MessageTime] = {}
+        replays = 1 + (plan.recompute == "full")
+        if plan.tp > 1:
+            messages["tp"] = self.links.gather(b * args.dim * tokens, plan.tp, 1).times(4 * (1 + replays))
+        if plan.cp > 1:
+            size, count = self._attention_message(plan, tokens)
+            link = self._link(plan.tp * plan.cp)
+            once = MessageTime(size / link.reached_bandwidth, count * (plan.cp - 1) * link.latency)
+            backward = 3 if plan.cp_method in RINGS else 1  # a ring also passes their gradients, in float32
+            messages["cp"] = once.times(replays + backward)
+        if plan.ep > 1 and has_experts:
+            size = b * args.dim * tokens / plan.tp * args.top_k
+            messages["ep"] = self.links.exchange(size, plan.ep, 1).times(2 * (1 + replays))
+        turns = self.turns(plan)
+        return {axis: message.times(turns) for axis, message in messages.items()}
 
     def waited(self, plan: Plan, has_experts: bool, tokens: float) -> Parts:
         """Return the seconds of messages that a block waits for, in forward and backward, for `tokens` of a rank."""
-        args, b = self.workload.args, self.workload.compute_bytes
-        waited = Parts()
-        replays = 1 + (plan.recompute == "full")
-        if plan.tp > 1:
-            calls = 4 * (1 + replays) - 4 * (replays - 1) / 2
-            kind = "async_tp" if plan.async_tp else "tp"
-            seconds = self.gather(b * args.dim * tokens, plan.tp, 1).times(calls).seconds
-            waited["tp"] = self.calibration.factor(kind) * self._exposed(kind) * seconds
-        if plan.cp > 1:
-            size, messages = self._attention_message(plan, tokens)
-            link = self._link(plan.tp * plan.cp)
-            seconds = size / link.reached_bandwidth + messages * (plan.cp - 1) * link.latency
-            waited["cp"] = self._exposed("cp") * (1 + replays) * seconds
-        if plan.ep > 1 and has_experts:
-            seconds = self._all_to_all(plan, tokens / plan.tp) * 2 * (1 + replays)
-            waited["ep"] = self.calibration.factor("ep") * seconds
-        turns = self.turns(plan)
-        return Parts({axis: seconds * turns for axis, seconds in waited.items()}) if turns > 1 else waited
+        tp, overlapped_ep = "async_tp" if plan.async_tp else "tp", "overlapped_ep" if plan.overlap_experts else "ep"
+        factor, exposed = self.calibration.factor, self._exposed
+        shares = {"tp": factor(tp) * exposed(tp), "cp": exposed("cp"), "ep": factor("ep") * exposed(overlapped_ep)}
+        messages = self.of_block(plan, has_experts, tokens)
+        return Parts({axis: shares[axis] * message.seconds for axis, message in messages.items()})
 
     def _attention_message(self, plan: Plan, tokens: float) -> tuple[float, int]:
         """Return the bytes and the number of messages by which context parallel attends to all tokens once.
@@ -271,12 +307,6 @@ class MessageTimer:
         if plan.cp_method == "ulysses":
             return values * 2 * (heads + lcm(key_heads, plan.cp)) * (plan.cp - 1) / plan.cp, 2
         return values * 2 * getattr(args, "num_kv_heads", args.n_heads) / plan.tp * (plan.cp - 1), 1
-
-    def _all_to_all(self, plan: Plan, local_tokens: float) -> float:
-        """Return the exposed seconds to send each token to its experts, or back."""
-        size = self.workload.compute_bytes * self.workload.args.dim * local_tokens * self.workload.args.top_k
-        exposed = self._exposed("overlapped_ep" if plan.overlap_experts else "ep")
-        return exposed * self.exchange(size, plan.ep, 1).seconds
 
     def send(self, plan: Plan) -> float:
         """Return the seconds from the end of a stage to its result's arrival on the next rank."""
@@ -297,10 +327,10 @@ class MessageTimer:
         `inner`: number of ranks that share a second copy; 0 to gather from all shards.
         """
         blocks = self.blocks_of_a_rank(plan)
-        message = self.gather(dense, inner or plan.shards * plan.cp, plan.tp, blocks)
+        message = self.links.gather(dense, inner or plan.shards * plan.cp, plan.tp, blocks)
         group = inner if inner and plan.ep == 1 else plan.expert_shards  # other experts have no second copy
         stride = max(plan.tp, plan.ep)
-        message = message.and_then(self.gather(self.workload.weight_bytes * experts, group, stride, blocks))
+        message = message.and_then(self.links.gather(self.workload.weight_bytes * experts, group, stride, blocks))
         return message.times(self.turns(plan))
 
     def reduce_gradients(self, plan: Plan, weights: WeightCounts) -> MessageTime:
@@ -314,12 +344,12 @@ class MessageTimer:
 
         def hops(numbers: float, group: float, stride: int, inner: int) -> MessageTime:
             if not workload.reduce_bits:
-                return self.gather(size * numbers, group, stride, blocks)
+                return self.links.gather(size * numbers, group, stride, blocks)
             messages = blocks * max(1, ceil(numbers / blocks / PIECE))
             if inner == 1:
-                return self.exchange(size * numbers, group, stride, messages)
-            first = self.exchange(size * numbers, inner, stride, messages)
-            return first.and_then(self.exchange(size * numbers / inner, group / inner, stride * inner, messages))
+                return self.links.exchange(size * numbers, group, stride, messages)
+            first = self.links.exchange(size * numbers, inner, stride, messages)
+            return first.and_then(self.links.exchange(size * numbers / inner, group / inner, stride * inner, messages))
 
         dense = hops(weights.dense, plan.shards * plan.cp, plan.tp, inner)
         experts = hops(weights.experts, plan.expert_shards, max(plan.tp, plan.ep), inner if plan.ep == 1 else 1)
@@ -328,7 +358,7 @@ class MessageTimer:
     def sum_replicas(self, plan: Plan, stored: float) -> MessageTime:
         """Return the time to sum the gradients of `stored` weights over replicas."""
         size, stride = self.workload.reduced_bytes * stored, plan.tp * plan.cp * plan.shards
-        message = self.all_reduce(size, plan.replicas, stride, self.blocks_of_a_rank(plan))
+        message = self.links.all_reduce(size, plan.replicas, stride, self.blocks_of_a_rank(plan))
         return message.times(self.turns(plan))
 
     def exposed_beside(self, message: MessageTime, computed: float) -> float:

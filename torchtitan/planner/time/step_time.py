@@ -25,7 +25,15 @@ from torchtitan.models.sizes import POST_NORMS, STACK, Sizes, split_side
 from torchtitan.parallelisms.fsdp_messages import resharding
 from torchtitan.parallelisms.pipeline.cut import schedule_traits
 from torchtitan.planner.plan import Plan, Workload
-from torchtitan.planner.time.messages import BlockTime, Calibration, MessageTimer, Parts, StepTime, WeightCounts
+from torchtitan.planner.time.messages import (
+    BlockTime,
+    Calibration,
+    MessageTime,
+    MessageTimer,
+    Parts,
+    StepTime,
+    WeightCounts,
+)
 
 COMPUTED = ("products", "attention", "memory", "recompute")
 """Parts during which messages of FSDP travel."""
@@ -378,30 +386,53 @@ class StepTimer:
         return self.hardware.slowdown(plan.gpus) * added
 
     def _fsdp(self, plan: Plan, weights: WeightCounts, computed: float) -> float:
-        """Return the seconds of gathers and reductions that computation does not hide.
+        """Return the seconds of gathers and reductions that computation does not hide."""
+        messages, copied = self._gathers(plan, weights), 0.0
+        if not self.messages.overlap:
+            again = plan.pp == 1 and bool(resharding(self.workload.reshard, plan.pp))
+            dense = self.workload.gathered_bytes * weights.dense
+            dense += again * (dense - self.workload.ends_bytes / plan.tp)
+            copied = plan.passes * self._copied(plan, weights, dense, weights.experts * (1 + again))
+        elif plan.pp > 1:  # once in a batch, while the first microbatches fill the pipeline
+            return 0.5 * messages.seconds
+        computed /= plan.passes if self.workload.gathers_once else 1
+        return self.messages.exposed_beside(messages, computed) + copied
+
+    def _gathers(self, plan: Plan, weights: WeightCounts) -> MessageTime:
+        """Return the gathers and reductions of a step.
 
         The embedding and the head stay gathered from forward to backward; blocks are gathered again, by default.
         """
         workload, passes, again = self.workload, plan.passes, resharding(self.workload.reshard, plan.pp)
         if workload.gathers_once:
-            passes, again, computed = 1, False, computed / passes
+            passes, again = 1, False
         dense = workload.gathered_bytes * weights.dense
-        gather = self.messages.gather_weights(plan, dense, weights.experts)
-        reduce = self.messages.reduce_gradients(plan, weights)
-        if plan.pp > 1:  # once in a batch, while the first microbatches fill the pipeline
-            seconds = gather.and_then(reduce).seconds
-            if not self.messages.overlap:
-                return passes * (seconds + self._copied(plan, weights, dense, weights.experts))
-            return 0.5 * passes * seconds
-        if again:
+        messages = self.messages.gather_weights(plan, dense, weights.experts)
+        if again and plan.pp == 1:
             blocks, inner = dense - workload.ends_bytes / plan.tp, 0 if isinstance(again, bool) else again
-            gather = gather.and_then(self.messages.gather_weights(plan, blocks, weights.experts, inner))
-            dense += blocks
-        total = gather.and_then(reduce).times(passes)
-        copied = 0.0
-        if not self.messages.overlap:
-            copied = passes * self._copied(plan, weights, dense, weights.experts * (2 if again else 1))
-        return self.messages.exposed_beside(total, computed) + copied
+            messages = messages.and_then(self.messages.gather_weights(plan, blocks, weights.experts, inner))
+        return messages.and_then(self.messages.reduce_gradients(plan, weights)).times(passes)
+
+    def messages_of_step(self, plan: Plan) -> dict[str, MessageTime]:
+        """Return the messages of a step by axis, before computation hides any: of the rank with the most blocks."""
+        weights, count = self.rank_weights(plan), plan.microbatches * plan.passes
+        sent = {
+            "fsdp": self._gathers(plan, weights),
+            "replicas": self.messages.sum_replicas(plan, self.stored(plan, weights)),
+        }
+        tokens = plan.microbatch * self.workload.seq_len / plan.cp
+        blocks = max(
+            (
+                sum((self.stages(plan)[number] for number in plan.stages_of_rank(rank)), Counter())
+                for rank in range(plan.pp)
+            ),
+            key=Counter.total,
+        )
+        for kind, number in blocks.items():
+            has_experts = STACK in self.workload.kinds[kind]
+            for axis, message in self.messages.of_block(plan, has_experts, tokens).items():
+                sent[axis] = sent.get(axis, MessageTime()).and_then(message.times(number * count))
+        return {axis: message for axis, message in sent.items() if message.seconds}
 
     def _copied(self, plan: Plan, weights: WeightCounts, dense: float, experts: float) -> float:
         """Return the seconds to copy weights out of gathered buffers, and gradients into those that are reduced.
