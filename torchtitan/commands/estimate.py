@@ -7,7 +7,7 @@ data.
 import argparse
 import sys
 import traceback
-from collections import Counter
+from collections import defaultdict
 from dataclasses import replace
 
 import torch
@@ -135,7 +135,7 @@ def traffic(of_rank: Prediction, flops: float, speeds: argparse.Namespace) -> li
 
     The last lines compare the slowest axis with the time to compute `flops`.
     """
-    seconds: Counter[str] = Counter()
+    seconds: defaultdict[str, float] = defaultdict(float)
     hardware = hardware_of(speeds)
     links = Links(hardware.machine_link, hardware.network_link, hardware.devices_per_machine)
     lines = [
@@ -152,7 +152,7 @@ def traffic(of_rank: Prediction, flops: float, speeds: argparse.Namespace) -> li
     computed = flops / 1e12 / speeds.tflops
     lines.append(f"  {'computes':28}{flops / 1e12:8,.1f} TFLOP{'':12}{computed:9.3f} s at {speeds.tflops:g} TFLOP/s")
     if seconds:
-        axis, most = seconds.most_common(1)[0]
+        axis, most = max(seconds.items(), key=lambda item: item[1])
         on_top = "which comes on top, as a rank waits for it in every layer where nothing hides it"
         meanwhile = on_top if axis in WAITED_FOR else "there is time for it while the rank computes"
         where = meanwhile if most <= computed else "more than the rank computes"

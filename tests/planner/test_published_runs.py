@@ -1,0 +1,100 @@
+"""Published runs: scripts/compare_published.py replays them, and the planner's factors and page follow from them."""
+
+import collections
+import importlib.util
+import json
+import statistics
+
+import pytest
+
+from tests.support.jobs import ROOT
+from torchtitan.config import manager
+from torchtitan.core.hardware import load_hardware
+from torchtitan.job import ResolvedJob
+from torchtitan.models.flops import flops_per_token
+from torchtitan.planner.time import measured_runs
+
+H100 = load_hardware("h100-80")
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("compare_published", ROOT / "scripts" / "compare_published.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def published(script):
+    return script.fixtures()
+
+
+def test_published_step_times_are_predicted(published):
+    errors = [run.error for run in published]
+    assert statistics.median(map(abs, errors)) <= 0.04 and abs(statistics.median(errors)) <= 0.02
+    assert statistics.fmean(run.is_inside for run in published) >= 0.95
+    assert measured_runs.PUBLISHED_SPREAD == 0.25
+
+
+def test_no_source_is_predicted_too_fast_or_too_slow(script, published):
+    groups = [indices for key, indices in script.grouped(published).items() if len(indices) >= 8]
+    assert len(groups) >= 4
+    assert all(abs(statistics.median(published[index].error for index in indices)) <= 0.05 for indices in groups)
+
+
+@pytest.mark.parametrize(("model", "loss"), [("30b", -0.038), ("7b", -0.091), ("1b", -0.097)])
+def test_more_gpus_are_slower_as_published(published, model, loss):
+    """From 128 to 512 GPUs. `loss`: the published median over batches and lengths."""
+    few, many = (
+        next(run.step for run in published if run.name.startswith(f"MPT-{model} s2048 {gpus}xh100"))
+        for gpus in (128, 512)
+    )
+    assert many.tokens_per_second / few.tokens_per_second - 1 == pytest.approx(loss, abs=0.03)
+
+
+def test_the_factors_are_the_fit_of_the_published_runs(script, published):
+    fit = script.fitted(published, start=measured_runs.PUBLISHED)
+    assert fit == pytest.approx(measured_runs.PUBLISHED, rel=0.02) and len(fit) * 8 < len(published)
+    assert collections.Counter(run.hardware.chip for run in published) == measured_runs.PUBLISHED_ROWS
+
+
+def test_the_page_has_the_table_of_the_script(script, published):
+    """Except for its last columns: a fit without each source takes minutes."""
+    text = (ROOT / "docs" / "planning.md").read_text()
+    for line in script.page(published, [0.0] * len(published)):
+        assert line.rsplit("|", 3)[0] in text
+
+
+def test_software_differs_in_attention_alone():
+    faster, slower = (measured_runs.usual_calibration(H100, name).factors for name in ("cudnn", "2023"))
+    assert {name for name in faster if faster[name] != slower[name]} == {"attention"}
+    assert slower["attention"] > 2 * faster["attention"]
+    a100 = load_hardware("a100-80")
+    assert measured_runs.usual_calibration(a100, "flash2").factors == measured_runs.usual_calibration(a100).factors
+    a100_40 = load_hardware("a100-40")
+    assert measured_runs.usual_calibration(a100_40) == measured_runs.usual_calibration(a100)
+
+
+ROW = dict(name="a row", source="a table", gpu="h100-80", model="llama3", flavor="8B", seq_len=8192, dtype="bfloat16")
+
+
+def test_rows_of_a_file_are_replayed(script, tmp_path, capsys, monkeypatch):
+    rows = [
+        {**ROW, "plan": {"shards": 8, "recompute": "full"}, "tokens_per_second": 9000, "reshard": "always"},
+        {**ROW, "plan": {"shards": 8}, "variants": [{"recompute": "full"}, {"recompute": "none"}], "tflops_full": 400},
+    ]
+    path = tmp_path / "rows.json"
+    path.write_text(json.dumps(rows))
+    monkeypatch.setattr("sys.argv", ["compare_published.py", str(path), "--json"])
+    script.main()
+    first, second = json.loads(capsys.readouterr().out)
+    assert list(first) == ["name", "source", "gpu", "published", "predicted", "low", "high"]
+    assert first["low"] < first["predicted"] < first["high"] and first["published"] == 9000
+    assert second["predicted"] > 1.2 * first["predicted"]  # the fastest variant
+    job = ResolvedJob(manager.load(["--job.config_file", "llama3_8b"]), 1, "cuda")
+    assert second["published"] == pytest.approx(400e12 / flops_per_token(job.model.args, 8192).full)
+    monkeypatch.setattr("sys.argv", ["compare_published.py", str(path)])
+    script.main()
+    text = capsys.readouterr().out
+    assert "a row: products" in text and "a table, h100-80, bfloat16" in text and "2 " in text.splitlines()[-1]
