@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from tests.guards.test_checksums import OF_OPTIMIZER
-from tests.guards.test_steps import PLANS, options
+from tests.guards.test_guards import PLANS, options
 from tests.jobs.test_relora_jobs import RELORA
 from tests.support import jobs, judged
 from tests.support.judged import lines

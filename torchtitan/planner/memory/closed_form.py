@@ -23,7 +23,7 @@ Bytes = Counter[str]
 RESERVED = (1.13, 1.42)
 """Lowest and highest memory that a GPU reserves, as multiples of the tensors at their peak: with the allocator's gaps,
 libraries and communicators. 13 of 14 figures that PyTorch's torchtitan published lie between
-(tests/planner/test_closed_form.py)."""
+(tests/planner/test_memory.py)."""
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,7 @@ def in_flight(schedule: str, rank: int, pp: int, microbatches: int, chunks: int,
     """Return the highest number of (stage, microbatch) pairs that a rank stores activations of.
 
     `chunks`: stages of a rank. `merged`: gradients of inputs and weights are computed together. Compared with the
-    simulated tables in tests/planner/test_closed_form.py.
+    simulated tables in tests/planner/test_memory.py.
     """
     name, everything = schedule_traits(schedule).name, chunks * microbatches
     warmup = (chunks - 1) * _round_size(pp, microbatches)
