@@ -110,6 +110,7 @@ def function_of(command: str) -> str:
     exceptions = {
         "train": "torchtitan.train:main",
         "init": "torchtitan.commands.presets:init",
+        "plot": "torchtitan.commands.report:plot",
     }
     return exceptions.get(command) or place_of(plugins.COMMANDS, command) or f"torchtitan.commands.{command}:main"
 

@@ -390,14 +390,6 @@ def test_a_model_for_inference_activates_the_jobs_flash_attention(run, monkeypat
     assert calls == [("fa3", device)]
 
 
-def test_a_model_for_inference_does_without_flash_attention_3_on_another_gpu(monkeypatch, caplog):
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
-    with caplog.at_level("INFO"):
-        assert inference_model.available_attention("fa3", torch.device("cuda")) == "auto"
-    assert 'attention_backend = "auto" is used instead' in caplog.text and "compute capability 8.0" in caplog.text
-    assert inference_model.available_attention("fa3", torch.device("cpu")) == "fa3"
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("tied", [False, True])
 def test_wide_matrices_in_float32_are_stored_by_columns(monkeypatch, tied):

@@ -109,3 +109,12 @@ def test_usage(capsys):
     for arguments in ([], ["copy", "sft_lora"], ["ls", "--modl", "x"]):
         assert presets(*arguments) == 2
         assert "torchtitan presets: " in capsys.readouterr().err
+
+
+def test_init_is_a_command_and_an_action_of_presets(workdir, capsys):
+    assert cli.main(["init", "a.toml"]) == cli.main(["presets", "init", "b.toml"]) == 0
+    assert (workdir / "a.toml").read_text().replace("a.toml", "b.toml").replace("outputs/a", "outputs/b") == (
+        workdir / "b.toml"
+    ).read_text()
+    assert cli.main(["presets", "init"]) == 0 and (workdir / "job.toml").exists()
+    assert cli.main(["presets", "init", "--model=m", "c.toml"]) == 2

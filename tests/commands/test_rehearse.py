@@ -56,6 +56,15 @@ def run(card, monkeypatch, capsys) -> Run:
     return run_command
 
 
+def test_estimate_with_cuda_is_a_rehearsal(capsys):
+    """Both refuse the same rank of the same job; without a job each names itself."""
+    arguments = [*JOB, "--world-size=2", "--ranks=2"]
+    assert cli.main(["estimate", "--cuda", *arguments]) == 2
+    refused = capsys.readouterr().err
+    assert "--ranks: given 2; allowed: 0 to 1" in refused
+    assert cli.main(["rehearse", *arguments]) == 2 and capsys.readouterr().err == refused
+
+
 @needs_fake_cuda
 def test_the_documented_command_prints_what_the_page_says(capsys):
     """Nothing is replaced here: the fake CUDA is compiled, and its process ends."""

@@ -250,7 +250,7 @@ def test_every_path_argument_refuses_unsuitable_files(tmp_path):
                 cases.append((command, argument, kind, path.name))
                 commands.append([command, *path_arguments, *(replacements.get(part, part) for part in more)])
     modules = [
-        f"torchtitan.commands.{command}" for command in ("generate", "evaluate", "chat", "convert", "export", "plot")
+        f"torchtitan.commands.{command}" for command in ("generate", "evaluate", "chat", "convert", "export", "report")
     ]
     problems = [(*case, got.problem(case[-1])) for case, got in
                 zip(cases, outcomes(commands, tmp_path, *modules), strict=True)]  # fmt: skip
@@ -283,7 +283,7 @@ OWN_FILES = {
     "cli.py": "/dev/null",
     "commands/bench.py": "writes; the log of a job that it has started",
     "commands/plan.py": "writes; the first bytes of a regular file that it would replace",
-    "commands/plot.py": "a picture that it has drawn",
+    "commands/report.py": "a picture that it has drawn",
     "commands/sweep.py": "writes",
     "commands/presets.py": "writes; presets of the package",
     "datasets/preparing.py": "a lock",

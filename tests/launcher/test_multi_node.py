@@ -28,7 +28,6 @@ from torchtitan.launcher.admission import Greeting
 from torchtitan.launcher.connection import Connection
 from torchtitan.launcher.hangs import ExitReport, combine_reports
 from torchtitan.launcher.messages import (
-    EVENTS,
     Collect,
     Ended,
     Follow,
@@ -420,13 +419,6 @@ def test_a_stranger_is_refused_and_machines_are_admitted(sent, queue, tmp_path):
     first.end_run(0)
 
 
-def test_a_deeply_nested_message_ends_its_connection_and_nothing_else():
-    local, remote = socket.socketpair(socket.AF_UNIX)
-    line = Connection(local, EVENTS)
-    remote.sendall(b"[" * 100_000 + b"\n")
-    assert line.receive() == [] and not line.is_open
-
-
 def test_a_recorded_conversation_proves_nothing(queue, tmp_path):
     """A replayed proof of another machine is refused, and so is the coordinator's own proof sent back."""
     first, path = Coordinator(Nodes(2, 0, "127.0.0.1", free_port()), 1), tmp_path / "launch.secret"
@@ -735,15 +727,6 @@ def test_progress_is_reported_while_a_machine_is_awaited(queue, tmp_path, monkey
     assert other.rejoin(queue, 2, heard.append) is None and not other.sockets
     assert re.fullmatch(r"trying to reach the first machine \(.*\): \d+ of 2 s \(Connection refused\)", heard[1])
     first.end_run(1)
-
-
-def test_a_connection_whose_other_end_is_silent_is_closed_by_the_kernel():
-    """TCP_USER_TIMEOUT covers unacknowledged data, for which keepalive alone does not end the connection."""
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        line = Connection(socket.create_connection(listener.getsockname()), EVENTS)
-        options = (socket.TCP_USER_TIMEOUT, socket.TCP_KEEPIDLE)
-        assert [line.sock.getsockopt(socket.IPPROTO_TCP, option) for option in options] == [30_000, 10]
-        line.close()
 
 
 # Exit reports

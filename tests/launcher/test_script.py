@@ -15,7 +15,6 @@ import pytest
 
 from tests.launcher.test_processes import lines, nothing_is_left, started
 from tests.support import jobs
-from torchtitan.commands.run import split_arguments
 from torchtitan.config import manager
 from torchtitan.metrics.json_lines import read_records
 
@@ -94,22 +93,6 @@ def test_a_script_finds_what_python_gives_it(tmp_path):
     ours = subprocess.run([sys.executable, "-m", "torchtitan", "run", "--ranks", "1", *argv], **options)
     assert (ours.returncode, ours.stderr) == (0, "")
     assert json.loads(ours.stdout) == json.loads(python.stdout) and "typed" in ours.stdout
-
-
-@pytest.mark.parametrize(
-    "line, ours, script",
-    [
-        ("s.py", "", "s.py"),
-        ("s.py --ranks 4 --ranks 5", "--ranks 4", "s.py --ranks 5"),
-        ("s.py --ranks=4 -x 1", "--ranks=4", "s.py -x 1"),
-        ("--ranks 2 s.py --ranks 4", "--ranks 2", "s.py --ranks 4"),
-        ("--ranks=2 --max-restarts 1 s.py --help", "--ranks=2 --max-restarts 1", "s.py --help"),
-        ("--help s.py", "--help", "s.py"),
-        ("s.py --max-restarts 3", "", "s.py --max-restarts 3"),
-    ],
-)
-def test_what_follows_the_script_belongs_to_it(line, ours, script):
-    assert split_arguments(line.split()) == (ours.split(), script.split())
 
 
 def test_help_after_the_script_is_its_own(tmp_path):

@@ -159,18 +159,3 @@ def test_a_restart_is_marked_in_the_picture(tmp_path, monkeypatch):
     for axes in drawn[0].axes:
         marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
         assert marks == [2, 3]
-
-
-def test_a_picture_that_cannot_be_drawn_ends_nothing(tmp_path, monkeypatch, caplog):
-    def full(*args):
-        raise OSError(28, "No space left on device")
-
-    (tmp_path / "metrics.jsonl").write_text("")
-    monkeypatch.setattr(reporting, "draw_training_curve", full)
-    arguments = [f"--job.dump_folder={tmp_path}", "--model.tokenizer_path=bytes"]
-    metrics = Mock(path=tmp_path / "metrics.jsonl")
-    reporting.log_end(
-        ResolvedJob(load(arguments)), Mock(is_main=True), metrics, Mock(best_interval=lambda ranks: None), {}, 1
-    )
-    assert "training.png cannot be drawn: [Errno 28]" in caplog.text
-    metrics.summary.assert_called_once_with({"metrics": metrics.path, "job": tmp_path / "config.toml"})

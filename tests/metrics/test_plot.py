@@ -6,27 +6,27 @@ import pytest
 
 from tests.metrics.test_logger import png_size, write_run
 from torchtitan import cli
-from torchtitan.commands import plot
+from torchtitan.commands import report
 
 
 def test_a_drawing_of_two_points():
-    drawing = plot.text_plot([(1, 3.0), (2, 2.0)], [(2, 2.5)], plot.LABEL + 20)
+    drawing = report.text_plot([(1, 3.0), (2, 2.0)], [(2, 2.5)], report.LABEL + 20)
     lines = drawing.splitlines()
-    assert len(lines) == plot.ROWS + 2
-    assert lines[0] == "  3.000 |o" and lines[plot.ROWS - 1] == "  2.000 |" + " " * 19 + "o"
-    assert lines[-2] == " " * plot.LABEL + f"1{'2':>19}"
+    assert len(lines) == report.ROWS + 2
+    assert lines[0] == "  3.000 |o" and lines[report.ROWS - 1] == "  2.000 |" + " " * 19 + "o"
+    assert lines[-2] == " " * report.LABEL + f"1{'2':>19}"
     assert lines[-1].endswith(". loss of a logged step   o smoothed, 1 of them at a time   v validation")
     (at,) = [number for number, line in enumerate(lines[:-1]) if "v" in line]
     assert at == 8 and lines[at] == "  2.467 |" + " " * 19 + "v"
 
 
 def test_a_falling_line_and_a_single_value():
-    lines = plot.text_plot([(step, 40.0 - step) for step in range(1, 41)], [], plot.LABEL + 40).splitlines()
-    places = [line.find("o") for line in lines[: plot.ROWS] if "o" in line]
-    assert places == sorted(places) and len(places) > plot.ROWS - 3
+    lines = report.text_plot([(step, 40.0 - step) for step in range(1, 41)], [], report.LABEL + 40).splitlines()
+    places = [line.find("o") for line in lines[: report.ROWS] if "o" in line]
+    assert places == sorted(places) and len(places) > report.ROWS - 3
     assert "smoothed, 5 of them at a time" in lines[-1] and "validation" not in lines[-1]
-    lines = plot.text_plot([(7, 2.0)], [], 30).splitlines()
-    assert [number for number, line in enumerate(lines[:-1]) if "o" in line] == [plot.ROWS // 2]
+    lines = report.text_plot([(7, 2.0)], [], 30).splitlines()
+    assert [number for number, line in enumerate(lines[:-1]) if "o" in line] == [report.ROWS // 2]
 
 
 def test_the_command_draws_finite_values_and_a_self_contained_page(tmp_path, capsys):
@@ -46,6 +46,21 @@ def test_the_command_draws_finite_values_and_a_self_contained_page(tmp_path, cap
     assert png_size(tmp_path / "a.png") == (1500, 1080)
 
 
+def test_a_report_in_the_terminal_is_a_plot_of_each_run(tmp_path, capsys):
+    for name in ("a", "b"):
+        (tmp_path / name).mkdir()
+        write_run(tmp_path / name / "metrics.jsonl", [3.0, 2.0])
+    runs = [str(tmp_path / "a"), str(tmp_path / "b")]
+    assert cli.main(["plot", runs[0]]) == 0
+    plotted = capsys.readouterr().out
+    assert cli.main(["report", *runs, "--terminal"]) == 0
+    assert capsys.readouterr().out == 2 * plotted
+    assert cli.main(["report", runs[0], "--terminal", "--to", str(tmp_path / "a.svg")]) == 0
+    assert (tmp_path / "a.svg").exists() and not (tmp_path / "b.svg").exists()
+    assert cli.main(["report", *runs, "--terminal", "--to", str(tmp_path / "b.svg")]) == 2
+    assert "--to: allowed with --terminal for one run only" in capsys.readouterr().err
+
+
 def test_rows_of_another_program_are_drawn_where_finite(tmp_path, capsys):
     """Plot rows of another program, in a folder named like a formula of matplotlib."""
     run = tmp_path / "$x_{$"
@@ -55,8 +70,8 @@ def test_rows_of_another_program_are_drawn_where_finite(tmp_path, capsys):
     assert cli.main(["plot", str(run), "--to", str(tmp_path / "a.png")]) == 0
     out = capsys.readouterr().out
     assert png_size(tmp_path / "a.png") == (1500, 1080) and " v validation" not in out
-    drawing = out.splitlines()[: plot.ROWS]
-    assert drawing[0].startswith("1.2e+05 |") and {line.index("|") for line in drawing} == {plot.LABEL - 1}
+    drawing = out.splitlines()[: report.ROWS]
+    assert drawing[0].startswith("1.2e+05 |") and {line.index("|") for line in drawing} == {report.LABEL - 1}
 
 
 @pytest.mark.parametrize(

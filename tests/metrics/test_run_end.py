@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import pytest
 
-from torchtitan.commands import plot, report, why
+from torchtitan.commands import report, why
 from torchtitan.core.errors import JobError
 from torchtitan.launcher.run_folder import describe_run_end, hold_lock, this_process
 from torchtitan.metrics import run_end
@@ -146,9 +146,9 @@ def test_why_and_plot_say_how_the_run_ended(tmp_path, capsys):
     first, *account = capsys.readouterr().out.splitlines()
     assert first.startswith(f"{run}: stopped by SIGTERM after step 7 (exit code 143), ")
     assert account == before.splitlines()  # runs of earlier versions are read as before
-    plot.main([str(run)])
+    report.plot([str(run)])
     assert "\n     end stopped by SIGTERM after step 7" in capsys.readouterr().out
-    assert plot.draw_training_curve(run / "metrics.jsonl", tmp_path / "a.svg", "title")
+    assert report.draw_training_curve(run / "metrics.jsonl", tmp_path / "a.svg", "title")
     assert "stopped after step 7" in (tmp_path / "a.svg").read_text()
 
 

@@ -6,15 +6,11 @@ import sys
 import pytest
 import torch
 from torch.nn.attention.flex_attention import BlockMask
-from transformers import LlamaConfig
-from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from torchtitan.core.errors import JobError
 from torchtitan.models import attention
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.layers import RMSNorm, Rotary, SwiGLU, ZeroCenteredRMSNorm, rotate
-from torchtitan.models.sizes import RopeScaling
-from torchtitan.parallelisms import attention_kernels
 from torchtitan.parallelisms.region_attention import RegionTable
 from torchtitan.parallelisms.sequence_layout import Tokens
 
@@ -45,20 +41,6 @@ def test_scores_depend_on_distance_only():
 
     torch.testing.assert_close(score(3, 1), score(103, 101), rtol=0, atol=1e-4)
     assert (score(3, 1) - score(3, 2)).abs() > 1e-3
-
-
-@pytest.mark.parametrize("factor", [8.0, 32.0])
-def test_scaled_frequencies_equal_transformers(factor):
-    scaling = RopeScaling(factor=factor)
-    rope = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": factor, "low_freq_factor": 1.0}
-    rope |= {"high_freq_factor": 4.0, "original_max_position_embeddings": 8192}
-    config = LlamaConfig(hidden_size=256, num_attention_heads=2, rope_parameters=rope)
-    expected, attention_factor = ROPE_INIT_FUNCTIONS["llama3"](config)
-    ours = Rotary(128, 500000.0, scaling).frequencies(torch.device("cpu"))
-    assert attention_factor == 1.0
-    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=0)
-    plain = Rotary(128, 500000.0).frequencies(torch.device("cpu"))
-    assert torch.equal(ours[:8], plain[:8]) and torch.allclose(ours[-8:], plain[-8:] / factor)
 
 
 def test_rotation_keeps_the_type_and_computes_in_float32():
@@ -144,20 +126,6 @@ def test_without_documents_no_mask_is_made(backend):
     assert mask.tolist()[0] == [-1, 0, 7, 0, 9, 1] and not mask[1:].any(), "its queries are a part"
     dense_mask = AttentionKernel(backend).dense_mask(part, every)
     assert torch.equal(dense_mask[0, 0], torch.ones(14, 14, dtype=torch.bool).tril()[2:9])
-
-
-@pytest.mark.parametrize(
-    "has_amx, expected",
-    [(False, [(16, 1024), (64, 256), (128, 128)]), (True, [(16, 1024), (16, 1040), (16, 4096)])],
-    ids=["no matrix units", "matrix units"],
-)
-def test_the_dtype_of_bfloat16_attention_on_a_cpu(has_amx, expected, monkeypatch):
-    """Compare the (width, keys) that are computed in float32."""
-    monkeypatch.setattr(attention_kernels, "HAS_AMX", has_amx)
-    sizes = [(16, 1024), (16, 1040), (16, 4096), (64, 256), (64, 512), (128, 128), (128, 256)]
-    dtypes = {size: attention_kernels.fastest_cpu_dtype(torch.bfloat16, *size) for size in sizes}
-    assert [size for size, dtype in dtypes.items() if dtype == torch.float32] == expected
-    assert attention_kernels.fastest_cpu_dtype(torch.float64, 16, 4) == torch.float64
 
 
 @pytest.mark.parametrize("autocast", (False, True))

@@ -5,7 +5,6 @@ with the reference. Tests are parametrized by what changes the communication; ea
 """
 
 import math
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -447,23 +446,6 @@ def test_cuda_kernels_get_valid_arguments(kernel, dtype, documents, monkeypatch)
     shapes = [(SAMPLES, n, length, HEAD_DIM) for n, length in ((4, 12), (4, 12), (2, SEQ_LEN), (2, SEQ_LEN))]
     got = region_gradients(dtype, documents, "meta")
     assert [x.shape for x in got] == shapes and {x.dtype for x in got} == {dtype}
-
-
-@pytest.mark.parametrize(
-    "dtype, head_dim, masked, kernel",
-    [
-        (torch.bfloat16, 128, False, "flash"),
-        (torch.bfloat16, 128, True, "efficient"),
-        (torch.bfloat16, 320, False, "efficient"),
-        (torch.float32, 128, False, "efficient"),
-        (torch.float64, 128, False, "written out"),
-        (torch.bfloat16, 12, False, "written out"),
-    ],
-)
-def test_choice_of_kernel(dtype, head_dim, masked, kernel):
-    q = SimpleNamespace(device=torch.device("cuda"), dtype=dtype, shape=(1, 1, 1, head_dim))
-    assert attention_kernels.kernel_for(q, torch.zeros(()) if masked else None) == kernel
-    assert attention_kernels.kernel_for(torch.zeros(1, 1, 1, head_dim, dtype=dtype), None) == "cpu"
 
 
 class DenseFlex(AttentionKernel):

@@ -19,7 +19,7 @@ from torchtitan.job import ResolvedJob
 from torchtitan.launcher.run_folder import RecordedPlan, record_start
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
-from torchtitan.planner import answer, estimate
+from torchtitan.planner import estimate
 from torchtitan.planner.memory.rank_sizes import RankSizes
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.search import Limits, Search
@@ -527,18 +527,6 @@ def test_the_best_plans_are_rehearsed(capsys, monkeypatch):
         monkeypatch.setattr(estimate, "predict", lambda *_, prediction=prediction: [prediction])
         text = run(capsys, *SMALL, "--gpus", "4", "--quick", "--rehearse", "1")
         assert re.search(rf"^  1   .*, by the formula .*; reserved .* to .*: {verdict}$", text, re.MULTILINE)
-
-
-@pytest.mark.parametrize(
-    ("value", "decimals", "text"),
-    [(0.0001234, 3, "0.000123"), (0.5, 3, "0.500"), (12.345, 3, "12.345"), (1.234, 0, "1.23"), (1234.5, 0, "1,234")],
-)
-def test_figures_have_three_significant_digits(value, decimals, text):
-    assert answer.figure(value, decimals) == text
-
-
-def test_amounts_have_the_letter_of_their_size():
-    assert [answer.amount(count) for count in (15e12, 2.5e9, 3e6, 999)] == ["15 T", "2.5 G", "3 M", "999"]
 
 
 @pytest.mark.parametrize(

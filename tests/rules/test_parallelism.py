@@ -5,8 +5,7 @@ import pytest
 from tests.support import judged
 from tests.support.judged import CP, METHOD, MOE, PARTS, PP, SCHEDULE, TP, lines, name
 from torchtitan.config.sections.model import Parallelism
-from torchtitan.core.errors import LimitError
-from torchtitan.parallelisms.degrees import NEEDS_DEGREE, ParallelDims
+from torchtitan.parallelisms.degrees import NEEDS_DEGREE
 
 anywhere = judged.anywhere
 COMPILE = [
@@ -179,28 +178,3 @@ def test_the_rule_covers_every_option_of_a_degree():
     for axis, prefix in prefixes.items():
         options = {name for name in vars(Parallelism()) if name.startswith(prefix) and not name.endswith("_degree")}
         assert options - {"pipeline_parallel_expert_parallel_overlap"} <= set(NEEDS_DEGREE[f"{axis}_parallel_degree"])
-
-
-@pytest.mark.parametrize(
-    "ranks, degrees",
-    [
-        (4, {"tp": 3}),
-        (6, {"tp": 2, "pp": 2}),
-        (4, {"dp_shard": 3}),
-        (8, {"dp_shard": 2, "cp": 2, "tp": 4}),
-        (2, {"dp_shard": 0}),
-        (4, {"ep": 8}),
-    ],
-)
-def test_a_mesh_has_the_messages_of_the_rules(ranks, degrees):
-    """A limit has the same message whether the rules or the mesh check it."""
-    names = {"dp_shard": "data_parallel_shard", "ep": "expert_parallel", "cp": "context_parallel"}
-    names |= {"tp": "tensor_parallel", "pp": "pipeline_parallel"}
-    arguments = [f"--parallelism.{names[axis]}_degree={n}" for axis, n in degrees.items()]
-    arguments += ["--model.name=deepseek"] * ("ep" in degrees)
-    with pytest.raises(LimitError) as error:
-        ParallelDims(ranks, **degrees)
-    message = str(error.value).removeprefix("parallelism.")
-    faults = lines(*arguments, ranks=ranks)
-    assert message.partition("; write ")[0] in [line.partition("; write ")[0] for line in faults]
-    assert "ep" in degrees or message in faults  # only the rules know the number of experts and can suggest a degree

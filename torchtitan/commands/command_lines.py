@@ -89,6 +89,8 @@ def _estimate() -> CommandParser:
     gpu = f"{', '.join(known_hardware())}, or a file: its memory, and its speeds for --traffic (default {USUAL_GPU})"
     parser.add_argument("--gpu", metavar="NAME", help=gpu)
     parser.set_defaults(device=None)
+    cuda = "rehearse the whole step on a fake CUDA: torchtitan rehearse, with its options"
+    parser.add_argument("--cuda", action="store_true", help=cuda)
     remedies = "do not look for changes that make the job fit"
     parser.add_argument("--no-remedies", action="store_true", help=remedies)
     parser.add_argument(
@@ -458,9 +460,9 @@ def _replay() -> CommandParser:
 def _report() -> CommandParser:
     parser = CommandParser("report", "The page fetches nothing. Needs pip install 'torchtitan-toml[report]'.")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's dump_folder")
-    parser.add_argument(
-        "--to", type=Path, default=Path("report.html"), metavar="FILE", help="page (default report.html)"
-    )
+    parser.add_argument("--to", type=Path, metavar="FILE", help="page (default report.html)")
+    terminal = "draw the loss in the terminal instead; --to then takes .html, .svg or .png"
+    parser.add_argument("--terminal", action="store_true", help=terminal)
     return parser
 
 
@@ -481,10 +483,10 @@ def _presets() -> CommandParser:
         "presets",
         "ls [WORD ...] lists the jobs with all the words in their first comment; cat NAME prints a job; cp "
         "NAME [FILE] copies it "
-        "to a new FILE (default NAME.toml), with runs in outputs/FILE.",
+        "to a new FILE (default NAME.toml), with runs in outputs/FILE; init [FILE] writes a commented first job.",
     )
-    actions = OneOf(("ls", "cat", "cp"))
-    parser.add_argument("action", type=actions, metavar="{ls,cat,cp}", help="action")
+    actions = OneOf(("ls", "cat", "cp", "init"))
+    parser.add_argument("action", type=actions, metavar="{ls,cat,cp,init}", help="action")
     parser.add_argument("arguments", nargs="*", metavar="NAME", help=f"of {', '.join(shipped_jobs())}")
     parser.add_argument("--model", metavar="FOLDER", help="cp: Hugging Face folder of the model to train")
     parser.add_argument("--data", metavar="FILES", help="cp: records to train on: a file, a folder or a glob")

@@ -12,6 +12,7 @@ from dataclasses import replace
 
 import torch
 
+from torchtitan.commands import rehearse
 from torchtitan.commands.check import STEP_FAILED
 from torchtitan.commands.command_lines import SPEEDS, USUAL_GPU, parse_command
 from torchtitan.core.errors import JobError, format_bytes
@@ -30,6 +31,8 @@ from torchtitan.process.ranks import likely_device
 from torchtitan.rules import Device
 from torchtitan.rules.loading import load_valid, without_resume
 
+CUDA = "--cuda"
+"""The option that makes this command `torchtitan rehearse`."""
 WAITED_FOR = ("tp", "cp", "ep")
 """Axes with messages that the next matrix product needs. docs/parallelism.md describes how each can be hidden."""
 NO_JOB = """\
@@ -43,6 +46,8 @@ FITS, TOO_LARGE = 0, 1
 
 
 def main(argv: list[str]) -> int:
+    if CUDA in argv:
+        return rehearse.main([argument for argument in argv if argument != CUDA])
     options, job_args = parse_options(argv)
     if not job_args:
         raise JobError(NO_JOB)

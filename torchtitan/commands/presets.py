@@ -1,4 +1,4 @@
-"""`torchtitan presets` lists, prints or copies the jobs of the package; `torchtitan init` writes a first job."""
+"""`torchtitan presets` lists, prints or copies the jobs of the package; `torchtitan init` writes a first one."""
 
 import argparse
 import json
@@ -17,7 +17,7 @@ from torchtitan.models.hf.config import CONFIG
 
 def main(argv: list[str]) -> int:
     options, _ = parse_command("presets", argv)
-    arguments, most = options.arguments, {"ls": None, "cat": 1, "cp": 2}[options.action]
+    arguments, most = options.arguments, {"ls": None, "cat": 1, "cp": 2, "init": None}[options.action]
     if most and not 1 <= len(arguments) <= most:
         allowed = "a name" if most == 1 else "a name, and a file to write"
         raise JobError(f"torchtitan presets {options.action}: given {len(arguments)} arguments; allowed: {allowed}")
@@ -25,6 +25,8 @@ def main(argv: list[str]) -> int:
         raise JobError("--model, --data: only allowed with torchtitan presets cp, which writes them into the copy")
     if options.action == "ls":
         return list_all(arguments)
+    if options.action == "init":
+        return init(arguments)
     text = job_named(arguments[0]).read_text()
     if options.action == "cat":
         print(text, end="")

@@ -5,11 +5,14 @@ Loss and validation, learning rate, gradient norm, tokens per second, memory, wa
 hours of training. The page answers to the mouse: values under the pointer, zoom, hidden runs, logarithmic scale. Below
 it are the results, the options that differ between the runs, the resolved jobs, and the texts generated at validations.
 
-The page has the script of plotly inside and fetches nothing, so it can be sent and kept. Needs no torch.
+The page has the script of plotly inside and fetches nothing, so it can be sent and kept. `--terminal`, or `torchtitan
+plot`, draws the loss in the terminal instead. Needs no torch.
 """
 
 import html
 import json
+import shutil
+import tempfile
 from collections import deque
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
@@ -24,12 +27,16 @@ from torchtitan.config.options import ConfigError, options, show
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError
 from torchtitan.launcher.run_folder import JOB_FILE, describe_run_end
-from torchtitan.metrics.curves import read_run, smoothed_losses
-from torchtitan.metrics.json_lines import END, Record, is_finite, iterate_records, lost_losses
-from torchtitan.metrics.plot import check_format
+from torchtitan.metrics.curves import read_run, smoothed, smoothed_losses, smoothed_over
+from torchtitan.metrics.json_lines import END, METRICS, Record, is_finite, iterate_records, lost_losses
+from torchtitan.metrics.plot import FORMATS, check_format, draw_training_curve
 from torchtitan.metrics.run_end import describe_end
 
-PAGE = ".html"
+PAGE, REPORT = ".html", Path("report.html")
+ROWS, LABEL = 16, 9
+"""Of the terminal: how high the drawing is, and how wide what stands before it."""
+RAW, SMOOTHED, HELD_OUT = ".", "o", "v"
+Points = list[tuple[int, float]]
 GENERATED = "generated.jsonl"
 MOST_POINTS = 4000
 """Points of a curve; of more, the extremes are drawn."""
@@ -98,14 +105,21 @@ class RunData:
 
 def main(argv: list[str]) -> int:
     arguments, _ = parse_command("report", argv)
-    check_format(arguments.to, "--to", (PAGE,))
+    if arguments.terminal:
+        if arguments.to is not None and len(arguments.runs) > 1:
+            raise JobError("--to: allowed with --terminal for one run only; leave out --terminal for a page of all")
+        for run in arguments.runs:
+            draw_in_terminal(run, arguments.to)
+        return 0
+    target = arguments.to or REPORT
+    check_format(target, "--to", (PAGE,))
     runs = [read(folder, number) for number, folder in enumerate(arguments.runs)]
     page = "".join(page_of(runs))
     try:
-        arguments.to.write_text(page, encoding="utf-8")
+        target.write_text(page, encoding="utf-8")
     except OSError as error:
-        raise JobError(f"{arguments.to}: cannot be written ({error.strerror}); give another name") from None
-    print(f"{len(runs)} run{'s' if len(runs) > 1 else ''} drawn into {arguments.to}")
+        raise JobError(f"{target}: cannot be written ({error.strerror}); give another name") from None
+    print(f"{len(runs)} run{'s' if len(runs) > 1 else ''} drawn into {target}")
     return 0
 
 
@@ -386,3 +400,83 @@ def table(rows: Iterable[Sequence[str]]) -> Iterator[str]:
         tag = "td" if number else "th"
         yield "<tr>" + "".join(f"<{tag}>{cell}</{tag}>" for cell in row) + "</tr>\n"
     yield "</table>"
+
+
+# The loss of one run in the terminal
+
+
+def plot(argv: list[str]) -> int:
+    """Run `torchtitan plot FOLDER`: draw one run in the terminal, and with --to into a file."""
+    options, _ = parse_command("plot", argv)
+    draw_in_terminal(options.folder, options.to)
+    return 0
+
+
+def draw_in_terminal(run: Path, target: Path | None = None) -> None:
+    """Draw the loss of a run in the terminal, and into a page or a picture if there is a `target`.
+
+    `run`: its folder, or its metrics.jsonl. Raises JobError for a format that cannot be written.
+    """
+    if target is not None:
+        check_format(target, "--to", (PAGE, *FORMATS))
+    path = run / METRICS if run.is_dir() else run
+    records = read_run(path, ("loss",))
+    print(text_plot(*points_of(records), shutil.get_terminal_size().columns - 1))
+    if end := describe_run_end(path.parent, records):
+        print(f"{'end':>{LABEL - 1}} {end}")
+    if target is not None:
+        try:
+            write_plot(path, target, title=str(run))
+        except OSError as error:
+            raise JobError(f"{target}: cannot be written ({error.strerror}); give another name") from None
+        print(f"drawn into {target}")
+
+
+def points_of(records: list[Record]) -> tuple[Points, Points]:
+    """Return the finite training and validation losses with their steps."""
+    losses, held_out = (
+        [(record["step"], record[key]) for record in records if is_finite(record.get(key))]
+        for key in ("loss", "validation_loss")
+    )
+    return losses, held_out
+
+
+def text_plot(losses: Points, held_out: Points, width: int) -> str:
+    """Return the text plot, `width` characters wide."""
+    columns = max(width - LABEL, 20)
+    values = [value for _, value in [*losses, *held_out]]
+    low, high, first, last = min(values), max(values), losses[0][0], losses[-1][0]
+    grid = [[" "] * columns for _ in range(ROWS)]
+    steps, smooth = [step for step, _ in losses], smoothed([loss for _, loss in losses])
+    for mark, points in ((RAW, losses), (SMOOTHED, zip(steps, smooth, strict=True)), (HELD_OUT, held_out)):
+        for step, value in points:
+            column = round((min(max(step, first), last) - first) / max(last - first, 1) * (columns - 1))
+            row = round((high - value) / (high - low) * (ROWS - 1)) if high > low else ROWS // 2
+            grid[row][column] = mark
+    labels = {0: high, ROWS // 2: high - (high - low) * (ROWS // 2) / (ROWS - 1), ROWS - 1: low}
+    rows = [f"{_number(labels[i]):>{LABEL - 2}} |" if i in labels else " " * (LABEL - 1) + "|" for i in range(ROWS)]
+    rows = [(label + "".join(row)).rstrip() for label, row in zip(rows, grid, strict=True)]
+    meaning = f"{RAW} loss of a logged step   {SMOOTHED} smoothed, {smoothed_over(len(losses))} of them at a time"
+    meaning += f"   {HELD_OUT} validation" * bool(held_out)
+    ends = f"{first:<{columns // 2},}{last:>{columns - columns // 2},}"
+    return "\n".join([*rows, " " * LABEL + ends, f"{'step':>{LABEL - 1}} {meaning}"])
+
+
+def _number(value: float) -> str:
+    """Format a number to fit an axis label."""
+    text = f"{value:.3f}"
+    return text if len(text) <= LABEL - 2 else f"{value:.2g}"
+
+
+def write_plot(metrics: Path, target: Path, title: str) -> None:
+    """Write the plot as a page or a picture. Raises OSError if it cannot be written."""
+    if target.suffix.lower() != PAGE:
+        draw_training_curve(metrics, target, title)
+        return
+    with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
+        picture = Path(folder, "picture.svg")
+        draw_training_curve(metrics, picture, title)
+        svg = picture.read_text(encoding="utf-8")
+    head = f'<!doctype html>\n<html lang="en"><meta charset="utf-8"><title>{html.escape(title)}</title>'
+    style = "<style>body { margin: 2em } svg { max-width: 100%; height: auto }</style>"
+    target.write_text(f"{head}\n{style}\n{svg[svg.index('<svg') :]}</html>\n", encoding="utf-8")
