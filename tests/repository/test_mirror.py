@@ -80,5 +80,5 @@ def test_names_of_tests():
     assert names_of_tests(PurePath("planner/memory/rank_sizes")) == {
         *("planner/test_rank_sizes.py", "planner/test_memory.py", "planner/test_planner.py")
     }
-    assert names_of_tests(PurePath("guards/__init__")) == {"guards/test_guards.py"}
+    assert names_of_tests(PurePath("guards/__init__")) == {"guards/test_guards.py", "test_guards.py"}
     assert names_of_tests(PurePath("cli")) == {"test_cli.py", "cli/test_cli.py"}
