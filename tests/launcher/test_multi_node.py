@@ -7,7 +7,6 @@ import select
 import signal
 import socket
 import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -21,6 +20,7 @@ from tests.launcher.test_nodes import free_port
 from tests.launcher.test_processes import RANK, end, has_ended, nothing_is_left, started
 from tests.launcher.test_restarts import ATTEMPT, CRASH, read_evidence
 from tests.support import jobs
+from tests.support.forked_job import Program
 from tests.support.proxy import Proxy
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import admission, multi_node, restarts
@@ -92,7 +92,7 @@ def start_machines(
     limit: float = 100,
     rejoin: float = 0,
     ports: tuple[int, int] | None = None,
-) -> list[subprocess.Popen]:
+) -> list[Program]:
     """Start two launchers, each with one rank that runs `program`.
 
     `ports`: the port on which the first listens, and the port to which the other connects.
@@ -100,21 +100,20 @@ def start_machines(
     program = RANK + ATTEMPT.format(folder=str(folder)) + program
     launcher = MACHINE.format(budget=budget, pause=pause, follow=follow, limit=limit, rejoin=rejoin)
     ports = ports or (free_port(),) * 2
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=jobs.ROOT, start_new_session=True)
     processes = []
     for index in range(2):
-        command = [sys.executable, "-c", launcher, program, str(folder), str(index), str(ports[index])]
-        processes.append(subprocess.Popen(command, **pipes))
+        arguments = (program, str(folder), str(index), str(ports[index]))
+        processes.append(Program(launcher, *arguments, folder=jobs.ROOT))
     started.extend(processes)
     return processes
 
 
-def wait_until_ready(process: subprocess.Popen) -> int:
+def wait_until_ready(process: Program) -> int:
     """Wait until the machine's rank reports that it is ready, and return its process id."""
     return int(process.stdout.readline().split()[2])
 
 
-def wait_for_all(processes: list[subprocess.Popen]) -> list[tuple[int, str, str]]:
+def wait_for_all(processes: list[Program]) -> list[tuple[int, str, str]]:
     return [end(process) for process in processes]
 
 
@@ -655,9 +654,7 @@ def test_a_launcher_that_is_started_again_joins_the_run(tmp_path):
             wait_until_ready(process)
         machines[1].kill()
         assert "gone; waiting" in machines[0].stderr.readline()
-        restarted = subprocess.Popen(
-            machines[1].args, cwd=jobs.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-        )
+        restarted = Program(*machines[1].args, folder=jobs.ROOT)
         started.append(restarted)
         first, other = wait_for_all([machines[0], restarted])
     finally:

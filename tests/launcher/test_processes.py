@@ -73,7 +73,7 @@ def start(
     return started[-1]
 
 
-started: list[subprocess.Popen] = []
+started: list[jobs.Process] = []
 
 
 @pytest.fixture(autouse=True)
@@ -83,17 +83,17 @@ def nothing_is_left():
         started.pop().kill()  # this ends its ranks too
 
 
-def lines(process: subprocess.Popen, count: int) -> list[list[str]]:
+def lines(process: jobs.Process, count: int) -> list[list[str]]:
     """Read lines that ranks sent, each split into words."""
     return [process.stdout.readline().split() for _ in range(count)]
 
 
-def ready(process: subprocess.Popen) -> dict[int, int]:
+def ready(process: jobs.Process) -> dict[int, int]:
     """Wait until both ranks report that they are ready; return their process ids."""
     return {int(rank): int(pid) for _, rank, pid in lines(process, 2)}
 
 
-def end(process: subprocess.Popen) -> tuple[int, str, str]:
+def end(process: jobs.Process) -> tuple[int, str, str]:
     return jobs.finish(process, 120)
 
 

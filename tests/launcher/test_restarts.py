@@ -9,8 +9,6 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
 import tempfile
 import time
 from contextlib import redirect_stderr, redirect_stdout
@@ -20,6 +18,7 @@ import pytest
 
 from tests.launcher.test_processes import RANK, end, has_ended, nothing_is_left, ready, started
 from tests.support import jobs
+from tests.support.forked_job import Program
 from tests.support.pool import run_alone, run_ranks
 from torchtitan import train
 from torchtitan.config import manager
@@ -78,14 +77,12 @@ def supervise(
     limit: float = 100,
     answer: float = 0.5,
     busy: float = hangs.BUSY_SHARE,
-) -> subprocess.Popen:
+) -> Program:
     """Start a launcher over two ranks that run `program`. `start`, `limit`: limits of a start and a step in seconds."""
     program = RANK + ATTEMPT.format(folder=str(folder)) + program
     times = dict(pause=pause, follow=follow, start=start, limit=limit, answer=answer, busy=busy)
     supervisor = SUPERVISOR.format(budget=budget, **times)
-    command = [sys.executable, "-c", supervisor, program, str(folder)]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    started.append(subprocess.Popen(command, cwd=jobs.ROOT, start_new_session=True, **pipes))
+    started.append(Program(supervisor, program, str(folder), folder=jobs.ROOT))
     return started[-1]
 
 

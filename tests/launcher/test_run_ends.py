@@ -3,16 +3,14 @@
 The rank is a program of a few lines here.
 """
 
-import os
 import signal
-import subprocess
-import sys
 
 import pytest
 
 from tests.launcher.test_nodes import free_port
 from tests.launcher.test_processes import RANK, has_ended, nothing_is_left, started
 from tests.support import jobs
+from tests.support.forked_job import Program
 from torchtitan.metrics.json_lines import read_records
 
 assert nothing_is_left  # a fixture, for all tests here too
@@ -39,10 +37,8 @@ def pass_on(code, *fields):
 def start(folder, program, environment=None, patch="", **options):
     """Start a launcher with one rank, a program of a few lines. `patch`: executed in the launcher before its start."""
     argv = jobs.arguments(folder / "run", jobs.write_texts(folder, 2), training__local_batch_size=4, **options)
-    command = [sys.executable, "-c", LAUNCH.format(patch=patch), RANK + RUN_END + program, *argv]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    variables = os.environ | (environment or {})
-    started.append(subprocess.Popen(command, cwd=jobs.ROOT, env=variables, start_new_session=True, **pipes))
+    arguments = (RANK + RUN_END + program, *argv)
+    started.append(Program(LAUNCH.format(patch=patch), *arguments, folder=jobs.ROOT, environment=environment))
     return started[-1]
 
 

@@ -4,7 +4,6 @@ Most scripts here are a few lines that need no torch.
 """
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -15,6 +14,7 @@ import pytest
 
 from tests.launcher.test_processes import lines, nothing_is_left, started
 from tests.support import jobs
+from tests.support.forked_job import Program
 from torchtitan.config import manager
 from torchtitan.metrics.json_lines import read_records
 
@@ -67,13 +67,13 @@ def start(
     ranks: int = 2,
     follow: float = 0.3,
     stop: float = 30,
-    **options,
-) -> subprocess.Popen:
+    environment: dict[str, str] | None = None,
+) -> Program:
+    """Start a script in `folder` under the launcher. Both are forks of a process that has imported torch."""
     (folder / "script.py").write_text(text)
-    command = [sys.executable, "-c", PROGRAM.format(follow=follow, stop=stop), f"--ranks={ranks}", *arguments]
-    pipes = dict(stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
-    command += [str(folder / "script.py"), *after]
-    started.append(subprocess.Popen(command, cwd=jobs.ROOT, **pipes, **options))
+    arguments = (f"--ranks={ranks}", *arguments, str(folder / "script.py"), *after)
+    program = PROGRAM.format(follow=follow, stop=stop)
+    started.append(Program(program, *arguments, folder=jobs.ROOT, environment=environment))
     return started[-1]
 
 
@@ -113,7 +113,7 @@ def test_what_is_no_script_is_refused(name, message, tmp_path):
 
 
 def test_several_machines_are_refused(tmp_path):
-    code, _, err = finish(tmp_path, "", env=os.environ | {"NNODES": "2"})
+    code, _, err = finish(tmp_path, "", environment={"NNODES": "2"})
     assert code == 2 and "torchrun" in err
 
 
@@ -254,7 +254,7 @@ with Engine.from_job(sys.argv[1]) as engine:
 """
 
 
-def start_training(folder: Path, event: str) -> subprocess.Popen:
+def start_training(folder: Path, event: str) -> Program:
     """Start the script of an engine of four steps; at the second one `event` happens on the second rank."""
     options = dict(training__steps=4, training__local_batch_size=2, checkpoint__enable=True)
     argv = jobs.arguments(folder / "run", jobs.write_texts(folder), **options)

@@ -4,12 +4,14 @@ A rank in a new interpreter needs three seconds of CPU time for imports, and a l
 once, with the same environment, session and signals. Tests that use `jobs.start_new` cover new interpreters.
 """
 
+import atexit
 import gc
 import os
 import runpy
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import Sequence
 from concurrent import futures
 from multiprocessing import connection, get_context, set_start_method
@@ -30,6 +32,7 @@ class Program:
     """
 
     def __init__(self, text: str, *arguments: str, folder: Path, environment: dict[str, str] | None = None) -> None:
+        self.args = (text, *arguments)
         pipes = [os.pipe() for _ in range(2)]
         writers = [connection.Connection(writer, readable=False) for _, writer in pipes]
         variables = os.environ | (environment or {})
@@ -126,11 +129,16 @@ def _run_rank(arguments: list[str], env: dict[str, str]) -> None:
     os.environ.clear()
     os.environ.update(env)
     sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
-    if arguments[0] == "-c":
-        return _run_text(arguments[1], arguments[2:])
-    sys.argv = arguments[2:]
-    sys.modules.pop(sys.argv[0], None)  # a command of this process may have imported it, and runpy warns of it
-    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    atexit._clear()  # functions of the process that this is a fork of
+    try:
+        if arguments[0] == "-c":
+            return _run_text(arguments[1], arguments[2:])
+        sys.argv = arguments[2:]
+        sys.modules.pop(sys.argv[0], None)  # a command of this process may have imported it, and runpy warns of it
+        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+    finally:  # multiprocessing leaves out the functions at exit
+        threading._shutdown()  # type: ignore[attr-defined]
+        atexit._run_exitfuncs()
 
 
 def fork_ranks() -> None:
