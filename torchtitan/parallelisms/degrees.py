@@ -12,7 +12,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from torchtitan.core.errors import LimitError
 from torchtitan.torch_internals.meshes import concatenated, flattened
@@ -73,8 +73,8 @@ def check_num_experts(ep: int, experts: int, pool_size: int | None = None) -> No
     if experts % ep:
         allowed = f"a divisor of the {experts} experts and the ranks that it borrows"
         fits = math.gcd(experts, pool_size or experts)
-        remedy = f"write one of {divisors(experts)}, and lend it a multiple of as many ranks"
-        remedy = f"write one of {divisors(fits)}" if fits > 1 else remedy
+        remedy = f"write one of {_listed(experts)}, and lend it a multiple of as many ranks"
+        remedy = f"write one of {_listed(fits)}" if fits > 1 else remedy
         raise LimitError(DEGREES + "expert_parallel_degree", ep, allowed, remedy)
 
 
@@ -84,7 +84,7 @@ def check_expert_degree(ep: int, dp_shard: int, cp: int, tp: int, experts: int =
     if pool_size % ep:
         product = f"data_parallel_shard {dp_shard} x context_parallel {cp} x tensor_parallel {tp}"
         allowed = f"a divisor of {product} = {pool_size}, the ranks that it borrows"
-        fits = divisors(math.gcd(experts, pool_size))
+        fits = _listed(math.gcd(experts, pool_size))
         fits = f"one of {fits}" if "," in fits else fits
         remedy = f"write {fits}, or lend it a multiple of {ep} ranks"
         raise LimitError(DEGREES + "expert_parallel_degree", ep, allowed, remedy)
@@ -103,9 +103,21 @@ def check_even_split(tp: int, sizes: Mapping[str, int]) -> None:
         raise LimitError(
             DEGREES + "tensor_parallel_degree",
             f"{tp}, which does not divide {' and '.join(f'{name} {sizes[name]}' for name in indivisible)}",
-            f"a divisor of {divided}: {divisors(math.gcd(*sizes.values()))}",
+            f"a divisor of {divided}: {_listed(math.gcd(*sizes.values()))}",
             remedy,
         )
+
+
+def split_sizes(args: Any) -> dict[str, int]:
+    """Return the sizes of a model, by their names in messages, that tensor parallel splits."""
+    sizes = {
+        "n_heads": args.n_heads,
+        "n_kv_heads": args.num_kv_heads,
+        "feed-forward width": getattr(args, "ffn_dim", 0),  # 0 if every layer has experts
+        "vocab_size": args.vocab_size,
+        "n_classes": getattr(args, "n_classes", 0),
+    }
+    return {name: size for name, size in sizes.items() if size}
 
 
 def indivisible_sizes(tp: int, sizes: Mapping[str, int]) -> list[str]:
@@ -146,7 +158,7 @@ def check_ulysses_heads(cp: int, heads: int, total_heads: str = "") -> None:
     `total_heads`: text for the message that gives the total number of heads.
     """
     if heads % cp:
-        allowed = f'with "ulysses" a divisor of the {heads} query heads of a rank{total_heads}: {divisors(heads)}'
+        allowed = f'with "ulysses" a divisor of the {heads} query heads of a rank{total_heads}: {_listed(heads)}'
         remedy = f'write one of these, or {DEGREES}context_parallel_rotate_method = "allgather"'
         raise LimitError(DEGREES + "context_parallel_degree", cp, allowed, remedy)
 
@@ -190,8 +202,14 @@ def check_async_tensor_parallel(device: str, compiled: bool, sequence_parallel: 
         raise LimitError(key, "true", allowed, f"add {' and '.join(missing)}, or leave it out")
 
 
-def divisors(number: int) -> str:
-    return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0)
+def divisors(number: int) -> list[int]:
+    """Return all divisors, ascending."""
+    small = [n for n in range(1, math.isqrt(number) + 1) if number % n == 0]
+    return small + [number // n for n in reversed(small) if n * n != number]
+
+
+def _listed(number: int) -> str:
+    return ", ".join(map(str, divisors(number)))
 
 
 if TYPE_CHECKING:

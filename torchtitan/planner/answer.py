@@ -7,7 +7,7 @@ from typing import Any
 
 from torchtitan.core.errors import format_bytes
 from torchtitan.planner.failures import Failures
-from torchtitan.planner.search import Candidate, Result
+from torchtitan.planner.search import MOST_ACTIONS, Candidate, Result
 from torchtitan.planner.time.messages import PARTS, Calibration
 
 COUNTED, SIMULATED, FORMULA, ASSUMED = "counted", "simulated", "formula", "assumed"
@@ -147,8 +147,12 @@ def loss_of(plan: Candidate, best: Candidate, memory: float) -> str:
 def no_plan(result: Result, gpus: int, memory: float) -> str:
     """Return the error if no plan is legal: which constraint excludes most."""
     counts = ", ".join(f"{name} {count:,}" for name, count in result.excluded.most_common(4))
+    if not result.complete:
+        searched = f"the search ended at its limit of {MOST_ACTIONS:,} steps, and none of the plans before it is legal"
+        return f"no plan found on {gpus_text(gpus)}: {searched} ({counts}); give another --gpus"
     if not result.excluded:
-        return f"no plan on {gpus_text(gpus)}: no degrees divide the GPUs and the global batch; give another --gpus"
+        reason = "no degrees divide the GPUs, the global batch, the sequence and the model's sizes"
+        return f"no plan on {gpus_text(gpus)}: {reason}; give another --gpus or training.global_batch_size"
     most, _ = result.excluded.most_common(1)[0]
     remedies = {
         "memory": f"give more --gpus, a --gpu with more than {format_bytes(memory)}, or a smaller training.seq_len",

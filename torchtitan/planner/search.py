@@ -8,6 +8,7 @@ were judged. Plans with the same degrees and schedule are represented by the fas
 
 import heapq
 import itertools
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -17,10 +18,12 @@ from pathlib import Path
 
 from torchtitan.config.options import Fault
 from torchtitan.config.sections.run import Checkpoint
+from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Hardware
 from torchtitan.job import ResolvedJob
+from torchtitan.parallelisms.degrees import divisors, indivisible_sizes, split_sizes
 from torchtitan.parallelisms.pipeline.actions import Table
-from torchtitan.parallelisms.pipeline.cut import SCHEDULES
+from torchtitan.parallelisms.pipeline.cut import SCHEDULES, check_microbatches
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
 from torchtitan.planner.memory.closed_form import MemoryPrediction, predict_memory
@@ -37,11 +40,7 @@ CP_METHODS = ("allgather", "ulysses", "alltoall")
 SMALLER_CHUNKS = 4
 """Number of smaller chunks of the loss in one of the default size."""
 FEWEST_TOKENS = 2048
-"""Smallest part of a sequence that context parallel leaves to a rank."""
-
-
-def powers_of_2(most: int) -> list[int]:
-    return [2**power for power in range(max(1, most).bit_length())]
+"""Smallest part of a sequence that context parallel leaves to a rank, unless there is no plan then."""
 
 
 @dataclass(frozen=True)
@@ -56,13 +55,14 @@ class Space:
     """True if plans may compile the model, False if they may not, the faster one first."""
     async_tp: bool
     """True if plans may use async tensor parallel."""
+    fewest_tokens: int = FEWEST_TOKENS
 
     def layouts(self) -> Iterator[Plan]:
         """Yield plans that differ in degrees, rows or recompute: fully sharded, a pipeline without a schedule."""
         for degrees in self._degrees():
             rows = self.workload.rows // degrees.shards
-            for microbatch in powers_of_2(min(rows, MOST_ROWS * self.workload.rows_per_sample)):
-                if rows % microbatch or microbatch % self.workload.rows_per_sample:
+            for microbatch in divisors(rows):
+                if microbatch > MOST_ROWS * self.workload.rows_per_sample or microbatch % self.workload.rows_per_sample:
                     continue
                 count = rows // microbatch
                 if degrees.pp > 1:
@@ -74,24 +74,30 @@ class Space:
                         yield replace(batched, recompute=recompute, async_tp=async_tp)
 
     def _degrees(self) -> Iterator[Plan]:
-        experts = getattr(self.workload.args, "n_experts", 0) if getattr(self.workload.args, "expert_layers", 0) else 1
-        for tp in powers_of_2(min(self.machine, self.gpus)):
-            for cp in powers_of_2(min(self.gpus // tp, self.workload.seq_len // FEWEST_TOKENS)):
-                for pp in powers_of_2(min(self.gpus // tp // cp, self.workload.args.n_layers)):
-                    shards, remainder = divmod(self.gpus, tp * cp * pp)
-                    if remainder or self.workload.rows % shards:
+        """Yield all degrees that divide the GPUs, the batch and the model."""
+        workload, args = self.workload, self.workload.args
+        samples = workload.rows // workload.rows_per_sample
+        for tp in self._tensor_parallel():
+            for cp in divisors(math.gcd(self.gpus // tp, workload.seq_len)):
+                if cp > max(1, workload.seq_len // self.fewest_tokens):
+                    continue
+                for pp in divisors(self.gpus // tp // cp):
+                    shards = self.gpus // (tp * cp * pp)
+                    if pp > args.n_layers or samples % shards:
                         continue
-                    for ep in powers_of_2(experts):
-                        if (shards * cp * tp) % ep == 0:
-                            yield Plan(
-                                tp=tp,
-                                cp=cp,
-                                pp=pp,
-                                ep=ep,
-                                shards=shards,
-                                compiled=self.compiled[0],
-                                loss_chunks=0,
-                            )
+                    for ep in divisors(math.gcd(self._experts, shards * cp * tp)):
+                        yield Plan(tp, cp, pp, ep, shards, compiled=self.compiled[0], loss_chunks=0)
+
+    def _tensor_parallel(self) -> list[int]:
+        """Return the degrees that divide the model. Their ranks are in the same machine."""
+        ranks = self.gpus if self.gpus <= self.machine else math.gcd(self.gpus, self.machine)
+        return [tp for tp in divisors(ranks) if not indivisible_sizes(tp, split_sizes(self.workload.args))]
+
+    @property
+    def _experts(self) -> int:
+        """Experts of a layer; 1 for a model without."""
+        args = self.workload.args
+        return args.n_experts if getattr(args, "expert_layers", 0) else 1
 
     def variants(self, layout: Plan) -> Iterator[Plan]:
         """Yield a layout's plans with each method of context parallel, with and without compilation."""
@@ -122,9 +128,8 @@ class Space:
 
     def replicated(self, plan: Plan) -> Iterator[Plan]:
         """Yield a fully sharded plan with more and more replicas, which need more and more memory."""
-        for replicas in powers_of_2(plan.shards):
-            if plan.shards % replicas == 0:
-                yield replace(plan, replicas=replicas, shards=plan.shards // replicas)
+        for replicas in divisors(plan.shards):
+            yield replace(plan, replicas=replicas, shards=plan.shards // replicas)
 
     def _scheduled(self, plan: Plan) -> Iterator[Plan]:
         n_layers = self.workload.args.n_layers
@@ -135,8 +140,9 @@ class Space:
                 stages, remainder = divmod(-(-total // per_stage), plan.pp)
                 if not remainder and stages > 1:
                     cuts[stages] = per_stage
+            cuts.setdefault(traits.stages_per_rank, None)  # not even, where no number of layers makes as many
             for stages, layers_per_stage in cuts.items():
-                if stages * plan.pp > n_layers:
+                if stages * plan.pp > n_layers or not self._has_microbatches(traits.name, plan, stages):
                     continue
                 for overlap in sorted({False, traits.name == "DualPipeV" and plan.ep > 1}):
                     yield replace(
@@ -146,6 +152,14 @@ class Space:
                         layers_per_stage=layers_per_stage,
                         overlap_experts=overlap,
                     )
+
+    def _has_microbatches(self, schedule: str, plan: Plan, stages: int) -> bool:
+        """Return whether the schedule can run the plan's microbatches."""
+        try:
+            check_microbatches(schedule, plan.microbatches, plan.pp, stages * plan.pp)
+        except JobError:
+            return False
+        return True
 
 
 TO_BE_FETCHED = (
@@ -304,8 +318,15 @@ class Search:
         return (False,) if faults else (True, False)
 
     def find(self, gpus: int, top: int, limits: Limits) -> Result:
-        """Return the fastest `top` plans on this number of GPUs."""
-        return _Frontier(self, self.space(gpus), limits).run(top)
+        """Return the fastest `top` plans on this number of GPUs.
+
+        Where none is legal and fits, sequences are split into smaller parts than FEWEST_TOKENS.
+        """
+        space = self.space(gpus)
+        result = _Frontier(self, space, limits).run(top)
+        if result.best or not result.complete:
+            return result
+        return _Frontier(self, replace(space, fewest_tokens=1), limits).run(top)
 
     def memory(self, plan: Plan) -> MemoryPrediction:
         """Predict the memory of a plan. Compilation matters where gradients could be computed apart without it."""

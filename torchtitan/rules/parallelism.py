@@ -116,17 +116,7 @@ def batch_fits_the_memory(facts: Facts) -> Iterator[Fault]:
 
 def _split_sizes(facts: Facts) -> dict[str, int]:
     """Return the model sizes that tensor parallel splits; empty without it."""
-    if facts.layout.tp == 1:
-        return {}
-    args = facts.model.args
-    sizes = {
-        "n_heads": args.n_heads,
-        "n_kv_heads": args.num_kv_heads,
-        "feed-forward width": getattr(args, "ffn_dim", 0),  # 0 if every layer has experts
-        "vocab_size": args.vocab_size,
-        "n_classes": getattr(args, "n_classes", 0),
-    }
-    return {name: size for name, size in sizes.items() if size}
+    return degrees.split_sizes(facts.model.args) if facts.layout.tp > 1 else {}
 
 
 def uneven(facts: Facts) -> list[str]:

@@ -45,6 +45,8 @@ SCHEDULES = {
 
 def schedule_traits(name: str) -> ScheduleTraits:
     """Return the traits of a schedule by its name, in any case."""
+    if name in SCHEDULES:
+        return SCHEDULES[name]
     for traits in SCHEDULES.values():
         if traits.name.lower() == name.lower():
             return traits

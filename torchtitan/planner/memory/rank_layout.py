@@ -1,6 +1,7 @@
 """The layers, tokens and types of a rank, from a job's degrees. Imports no torch."""
 
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
 from functools import cache, cached_property
@@ -210,7 +211,7 @@ class RankLayout:
 
     # Microbatches
 
-    @property
+    @cached_property
     def schedule(self) -> ScheduleTraits:
         return schedule_traits(self.layout.parallelism.pipeline_parallel_schedule)
 
@@ -256,11 +257,18 @@ class RankLayout:
     @cached_property
     def kinds(self) -> Counter[int]:
         """Number of this rank's layers that need as much as its layer of this number; of selected layers one each."""
+        numbers = dict[int, int]()
+        return Counter(numbers.setdefault(self._representative(layer), layer) for layer in self.layers)
+
+    def _representative(self, layer: int) -> int:
+        """Return the first layer of the model that needs as much as this one; of selected layers each needs its own."""
+        return self._representatives[layer]
+
+    @cached_property
+    def _representatives(self) -> Sequence[int]:
         recompute = self.job.config.activation_checkpoint
-        if recompute.mode == "selective" and recompute.selective_ac_option.isdecimal():
-            return Counter(self.layers)
-        kinds, numbers = kinds_of_layers(self.args), dict[int, int]()
-        return Counter(numbers.setdefault(kinds[layer], layer) for layer in self.layers)
+        selects_layers = recompute.mode == "selective" and recompute.selective_ac_option.isdecimal()
+        return range(self.args.n_layers) if selects_layers else kinds_of_layers(self.args)
 
     @property
     def has_embedding(self) -> bool:

@@ -103,12 +103,23 @@ class RankSizes(RankWeights):
         return 4 * bases * self.tokens * getattr(self.args, "qk_rope_head_dim", getattr(self.args, "head_dim", 0))
 
     def _stored(self, layer: int) -> float:
+        """Return the bytes that the job's recompute leaves stored of a layer. Layers that need as much share them."""
+        kind = self._representative(layer)
+        if kind not in self._stored_of_kind:
+            self._stored_of_kind[kind] = self._stored_of(layer)
+        return self._stored_of_kind[kind]
+
+    @cached_property
+    def _stored_of_kind(self) -> dict[int, float]:
+        return {}
+
+    def _stored_of(self, layer: int) -> float:
         recompute = self.job.config.activation_checkpoint
-        place = next(stage.index(layer) for stage in self.stages if layer in stage)
         if recompute.mode in ("none", "memory_budget"):
             return self._activations(layer)
         if recompute.mode == "selective" and recompute.selective_ac_option == "op":
             return self._products(layer)
+        place = next(stage.index(layer) for stage in self.stages if layer in stage)
         every = int(recompute.selective_ac_option) if recompute.mode == "selective" else 1
         return self.hidden if place % every == 0 else self._activations(layer)
 
