@@ -99,32 +99,31 @@ def test_suggestions_can_be_switched_off(needs, capsys):
     assert code == 1 and out.splitlines()[-1] == "does not fit in 60.00 GiB: needs 90.00 GiB"
 
 
-@pytest.mark.parametrize(
-    ("memory", "fits"), [("100GiB", "does not fit"), ("110GiB", "may not fit"), ("128GiB", "fits")]
-)
+@pytest.mark.parametrize(("memory", "fits"), [("100GiB", "does not fit"), ("110GiB", "may fit"), ("113GiB", "fits")])
 def test_on_a_gpu_the_interval_of_published_runs_is_compared(needs, capsys, memory, fits):
     code, out = run(capsys, *needs[:-1], "--device=cuda", f"--memory={memory}", "--no-remedies")
     assert code == (fits != "fits")
     assert out.splitlines()[-1] == (
-        f"{fits} in {memory.removesuffix('GiB')}.00 GiB: needs 101.70 GiB to 127.80 GiB, with allocator, libraries and "
-        "communicators, like published runs"
+        f"{fits} in {memory.removesuffix('GiB')}.00 GiB: reserves 101.70 GiB to 127.80 GiB, with allocator, libraries "
+        "and communicators, like published runs where there is room"
     )
 
 
 def test_a_plan_and_an_estimate_judge_alike(needs, capsys):
-    """The planner's interval of the same tensors is the same, and both count its upper end."""
+    """The planner's interval of the same tensors is the same, and so is what is sure to fit."""
     (predicted,) = prediction.predict(ResolvedJob(manager.load(["--training.local_batch_size=4"]), 1, "cuda"))
     low, high = predicted.reserved("cuda")
     memory = predict_memory(ResolvedJob(manager.load([])), load_hardware("h100-80"))
     assert (low / predicted.peak, high / predicted.peak) == pytest.approx(
         (memory.low / memory.total, memory.high / memory.total)
     )
+    assert predicted.needed("cuda") / predicted.peak == pytest.approx(memory.needed / memory.total)
     assert predicted.reserved("cpu") == (predicted.peak, predicted.peak)
 
 
 def test_the_jobs_memory_limit_is_compared(needs, capsys):
     code, out = run(capsys, *needs[:-1], "--device=cuda", "--memory.limit=60GiB")
-    assert code == 1 and "does not fit in 60.00 GiB: needs 101.70 GiB to 127.80 GiB" in out
+    assert code == 1 and "does not fit in 60.00 GiB: reserves 101.70 GiB to 127.80 GiB" in out
 
 
 def test_a_job_without_further_suggestions():

@@ -15,7 +15,7 @@ from torchtitan.parallelisms.pipeline.cut import schedule_traits, stages_of_rank
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import simulate
 from torchtitan.planner import estimate
-from torchtitan.planner.memory.closed_form import fullest, moments, predict_memory
+from torchtitan.planner.memory.closed_form import fit, fullest, moments, predict_memory
 from torchtitan.planner.memory.rank_layout import in_flight, stages_in_flight, waiting_weight_gradients
 from torchtitan.planner.memory.rank_sizes import RankSizes
 
@@ -294,6 +294,39 @@ def test_published_runs_reserve_memory_within_the_interval():
         prediction = published_prediction(flavor, options, **plan)
         inside += [prediction.low <= gib * 2**30 <= prediction.high for gib in figures]
     assert (sum(inside), len(inside)) == (13, 14)
+
+
+TRAINED = {
+    "30B, 8k": (dict(dim=7168, n_layers=48, n_heads=56, ffn_dim=28672), 8192, 1, 21, "full", "h100-80", "may fit"),
+    "30B, 2k": (dict(dim=7168, n_layers=48, n_heads=56, ffn_dim=28672), 2048, 3, 21, "full", "a100-80", "may fit"),
+    "7B, 2k": (dict(dim=4096, n_layers=32, n_heads=32, ffn_dim=16384), 2048, 6, 1, "none", "h100-80", "may fit"),
+    "1B, 2k": (dict(dim=2048, n_layers=24, n_heads=16, ffn_dim=8192), 2048, 8, 8, "none", "a100-40", "may fit"),
+    "7B, 8k": (dict(dim=4096, n_layers=32, n_heads=32, ffn_dim=16384), 8192, 8, 2, "full", "h100-80", "fits"),
+}
+"""MPT's sizes in runs of llm-foundry (8c8dd48f7) on 8 GPUs: length, samples, passes, recompute, GPU."""
+
+
+@pytest.mark.parametrize("name", TRAINED)
+def test_published_runs_that_trained_are_not_excluded(name):
+    sizes, seq_len, rows, passes, recompute, gpu, expected = TRAINED[name]
+    sizes = ", ".join(
+        f"{key} = {size}" for key, size in (sizes | {"vocab_size": 50368, "max_seq_len": seq_len}).items()
+    )
+    settings = {
+        "model.name": "gpt2",
+        "model.flavor": "1558M",
+        "model.overrides": f"{{{sizes}}}",
+        "model.tokenizer_path": "bytes",
+        "training.seq_len": seq_len,
+        "training.local_batch_size": rows,
+        "training.global_batch_size": 8 * rows * passes,
+        "training.loss_chunks": 1,
+        "activation_checkpoint.mode": recompute,
+    }
+    hardware = load_hardware(gpu)
+    job = ResolvedJob(load([f"--{key}={value}" for key, value in settings.items()]), 8)
+    memory = predict_memory(job, hardware)
+    assert fit(memory.low, memory.needed, hardware.memory_gib * 2**30) == expected
 
 
 def test_repeated_products_are_not_stored():

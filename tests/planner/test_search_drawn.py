@@ -116,3 +116,31 @@ def published(name: str) -> tuple[Search, int, tuple[int, int, int]]:
 
 def degrees_of(plan: Plan) -> tuple[int, int, int]:
     return plan.tp, plan.pp, plan.shards * plan.replicas * plan.cp
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_faster_plans_that_may_fit_are_those_of_judging_all(number: int) -> None:
+    draw = random.Random(number)
+    gpus, samples = draw.choice([2, 3, 4, 6]), 12
+    search = search_of(samples, {"model.name": "llama3", "model.flavor": "debugmodel", "training.seq_len": 256})
+    space = search.space(gpus)
+    plans = [
+        chunked
+        for layout in space.layouts()
+        for variant in space.variants(layout)
+        for scheduled in space.scheduled(variant)
+        for replicated in space.replicated(scheduled)
+        for chunked in space.with_loss_chunks(replicated)
+    ]
+    needs = sorted(search.memory(plan).needed for plan in plans)
+    limit = needs[draw.randrange(len(needs) // 4)]
+    result = search.find(gpus, 1, Limits(limit))
+    search.add_uncertain(result, gpus, 2, Limits(limit))
+    most = result.best[0].time.seconds if result.best else float("inf")
+    times: dict[object, float] = {}
+    for plan in plans:
+        memory, seconds = search.memory(plan), search.timer.step_time(plan).seconds
+        is_faster = seconds < min(most, times.get(plan.layout, most))
+        if memory.low <= limit < memory.needed and is_faster and not search.faults(plan):
+            times[plan.layout] = seconds
+    assert [one.time.seconds for one in result.may_fit] == pytest.approx(sorted(times.values())[:2])

@@ -20,6 +20,7 @@ from torchtitan.core.hardware import Hardware, load_hardware
 from torchtitan.core.progress_bar import waiting
 from torchtitan.job import ResolvedJob
 from torchtitan.planner.estimate import Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
+from torchtitan.planner.memory.closed_form import fit
 from torchtitan.planner.plan import Plan, Workload, planning_obstacle
 from torchtitan.planner.rehearsal import RehearsalEnded
 from torchtitan.planner.search import PipelineTimer, is_judged
@@ -196,14 +197,14 @@ def step_line(job: ResolvedJob, speeds: argparse.Namespace) -> list[str]:
 
 
 def verdict(most: Prediction, memory: float, device: Device) -> tuple[str, bool]:
-    """Return a line on whether the job fits, and True if it does by the upper end of the interval, as for a plan."""
+    """Return a line on whether the job fits, and True if it is sure to, as for a plan."""
     low, high = most.reserved(device)
-    fits = high <= memory
-    text = "fits" if fits else "may not fit" if low <= memory else "does not fit"
+    text = fit(low, most.needed(device), memory)
+    fits = text == "fits"
     if low == high:
         return f"{text} in {format_bytes(memory)}: needs {format_bytes(high)}", fits
     sizes = f"{format_bytes(low)} to {format_bytes(high)}, with allocator, libraries and communicators"
-    return f"{text} in {format_bytes(memory)}: needs {sizes}, like published runs", fits
+    return f"{text} in {format_bytes(memory)}: reserves {sizes}, like published runs where there is room", fits
 
 
 def ways_out(candidates: list[Remedy], memory: float) -> list[str]:

@@ -43,7 +43,7 @@ from torchtitan.planner.answer import (
     row,
 )
 from torchtitan.planner.failures import Failures
-from torchtitan.planner.memory.closed_form import reserved
+from torchtitan.planner.memory.closed_form import NEEDED, RESERVED, fit, needed, reserved
 from torchtitan.planner.plan import Plan, Workload, planning_obstacle
 from torchtitan.planner.search import Candidate, Limits, Result, Search, faults_as_new
 from torchtitan.planner.time.measured_runs import calibrate, usual_calibration
@@ -73,7 +73,7 @@ def draw_plans(
         by_memory, *by_price = figure.subplots(1, 1 + bool(alternatives), squeeze=False, width_ratios=widths)[0]
         _draw_memory(by_memory, result, memory, None if isinstance(job, str) else job)
         if by_price:
-            _draw_price(by_price[0], result.best[0], alternatives, cost)
+            _draw_price(by_price[0], result.plans[0], alternatives, cost)
         figure.savefig(path, facecolor="white")
 
 
@@ -134,6 +134,8 @@ PLANNED = {name for plan in (Plan(), Plan(tp=2, cp=2, pp=2, schedule="1F1B")) fo
 """Options that a plan sets. Their faults in the job do not matter."""
 LEAST_NETWORK, QUANTILE = 0.7, 0.8
 """Least share of the network that a job is expected to get, and the quantile of the step's time that orders plans."""
+MOST_UNCERTAIN = 3
+"""Most plans to show that may fit."""
 WRITTEN = "# torchtitan plan: "
 """Start of a file of --write, which may be replaced by another one."""
 
@@ -154,10 +156,11 @@ def main(argv: list[str]) -> int:
     with waiting("plans are searched"):
         number = max(options.top, options.explain or 0, options.rehearse)
         result = find_robust(question.search, options.gpus, number, question.limits)
-    if not result.best:
+        question.search.add_uncertain(result, options.gpus, MOST_UNCERTAIN, question.limits)
+    if not result.plans:
         raise JobError(no_plan(result, options.gpus, question.limits.memory))
-    if options.explain and options.explain > len(result.best):
-        raise JobError(f"--explain: given {options.explain}; allowed: 1 to {len(result.best)}, the plans found")
+    if options.explain and options.explain > len(result.plans):
+        raise JobError(f"--explain: given {options.explain}; allowed: 1 to {len(result.plans)}, the plans found")
     with waiting("other hardware is tried"):
         alternatives = [] if options.quick else question.alternatives()
     peaks = list(question.rehearsed_peaks(result))
@@ -212,22 +215,32 @@ class PlanRequest:
     def explained(self, result: Result) -> list[str]:
         """Return the lines of --explain."""
         number = self.options.explain
-        return explanation(result.best[number - 1], self.search.calibration) if number else []
+        return explanation(result.plans[number - 1], self.search.calibration) if number else []
 
     def rehearsed_peaks(self, result: Result) -> Iterator[int]:
-        """Yield the bytes of tensors at the peak of the first plans' steps, as many as --rehearse gives."""
-        for number, candidate in enumerate(result.best[: self.options.rehearse], start=1):
-            with waiting(f"plan {number} is rehearsed"):
+        """Yield the bytes of tensors at the peak of the first plans' steps, as many as --rehearse gives.
+
+        First of those that may fit, then of the others.
+        """
+        for label, candidate in self.to_rehearse(result):
+            with waiting(f"plan {label} is rehearsed"):
                 yield estimate.worst(estimate.predict(self.search.job(candidate.plan))).peak
+
+    def to_rehearse(self, result: Result) -> list[tuple[str, Candidate]]:
+        """Return the plans to rehearse by their labels in the table."""
+        number = self.options.rehearse
+        uncertain = [(f"m{index}", one) for index, one in enumerate(result.may_fit[:number], start=1)]
+        return uncertain + [(f"{index}", one) for index, one in enumerate(result.best[:number], start=1)]
 
     def comparison_with(self, peaks: list[int], result: Result) -> list[str]:
         """Return lines that compare rehearsed peaks with the formula, and say which plans do not fit."""
         lines = ["rehearsed, nothing compiled; tensors at the peak:"] * bool(peaks)
-        for number, (peak, candidate) in enumerate(zip(peaks, result.best, strict=False), start=1):
-            low, high = reserved(peak, on_gpu=self.search.base.device_type == "cuda")
+        on_gpu = self.search.base.device_type == "cuda"
+        for (label, candidate), peak in zip(self.to_rehearse(result), peaks, strict=True):
+            low, high = reserved(peak, on_gpu=on_gpu)
             sizes = f"{format_bytes(peak)}, by the formula {format_bytes(candidate.memory.total)}"
-            verdict = "may not fit" if high > self.limits.memory else "fits"
-            lines.append(f"  {number:<3} {sizes}; reserved {format_bytes(low)} to {format_bytes(high)}: {verdict}")
+            verdict = fit(low, needed(peak, on_gpu=on_gpu), self.limits.memory)
+            lines.append(f"  {label:<3} {sizes}; reserved {format_bytes(low)} to {format_bytes(high)}: {verdict}")
         return lines
 
     def record(
@@ -249,6 +262,7 @@ class PlanRequest:
             "complete": result.complete,
             "excluded": dict(result.excluded),
             "plans": [record_of(candidate) for candidate in result.best],
+            "may_fit": [record_of(candidate) for candidate in result.may_fit],
             "rehearsed_peaks": peaks,
             "job": job if isinstance(job, str) else record_of(job),
             "alternatives": {change: other and record_of(other) for change, other in alternatives},
@@ -385,7 +399,7 @@ def network_lines(search: Search, best: Candidate) -> list[str]:
 
 
 def report(question: PlanRequest, result: Result, alternatives: list[tuple[str, Candidate | None]]) -> list[str]:
-    search, best = question.search, result.best[0]
+    search, best = question.search, result.plans[0]
     workload, hardware = search.workload, search.hardware
     shown = result.best[: question.options.top]
     name = " + ".join(search.base.config.job.config_file) or "the default job"
@@ -402,8 +416,14 @@ def report(question: PlanRequest, result: Result, alternatives: list[tuple[str, 
         "",
         *["MFU is of the bfloat16 peak"] * (workload.dtype == "float8"),
         HEADER + "plan; passes x microbatches x rows",
+        *(row(candidate, f"m{number}") + "; may fit" for number, candidate in enumerate(result.may_fit, start=1)),
         *(row(candidate, f"{number}") for number, candidate in enumerate(shown, start=1)),
     ]
+    if result.may_fit:
+        lines.append(
+            f"m: may fit; a plan is sure to fit in {NEEDED:g} times its tensors, and published runs reserved "
+            f"{RESERVED[0]:g} times or more; --rehearse counts the tensors, and a few steps on the GPU decide"
+        )
     job = question.job_plan()
     if isinstance(job, str):
         lines.append(f"job  {job}")
@@ -429,7 +449,7 @@ def write(question: PlanRequest, result: Result, alternatives: list[tuple[str, C
         for path in filter(None, (options.write, options.plot)):
             path.parent.mkdir(parents=True, exist_ok=True)
         if options.write is not None:
-            options.write.write_text(overlay(question, result.best[0]), encoding="utf-8")
+            options.write.write_text(overlay(question, result.plans[0]), encoding="utf-8")
             if not options.json:
                 print(f"written  {options.write}")
         if options.plot is not None:

@@ -7,6 +7,7 @@ from typing import Any
 
 from torchtitan.core.errors import format_bytes
 from torchtitan.planner.failures import Failures
+from torchtitan.planner.memory.closed_form import LIMITS, fit
 from torchtitan.planner.search import MOST_ACTIONS, Candidate, Result
 from torchtitan.planner.time.messages import PARTS, Calibration
 
@@ -123,18 +124,19 @@ def explanation(candidate: Candidate, calibration: Calibration) -> list[str]:
             lines.append(f"  {title:42}{figure(seconds, 3):>10} s {seconds / time.seconds:6.1%}  {kind}")
     lines.append(f"  {'interval':42}{figure(time.low, 3):>10} to {figure(time.high, 3)} s")
     for name, size in asdict(memory).items():
-        if name not in ("low", "high"):
+        if name not in LIMITS:
             lines.append(f"  {name:42}{format_bytes(size):>12}  {COUNTED if name == 'parameters' else FORMULA}")
     lines.append(f"  {'tensors at the peak':42}{format_bytes(memory.total):>12}  {FORMULA}")
     reserved = f"{format_bytes(memory.low)} to {format_bytes(memory.high)}"
     lines.append(f"  {'reserved, with allocator and libraries':42}{reserved:>12}")
+    lines.append(f"  {'is sure to fit in':42}{format_bytes(memory.needed):>12}")
     return lines
 
 
 def loss_of(plan: Candidate, best: Candidate, memory: float) -> str:
     """Return why a plan loses against the best one: memory, or the parts of the step that take longer."""
-    if plan.memory.high > memory:
-        return f"does not fit: up to {format_bytes(plan.memory.high)} of {format_bytes(memory)}"
+    if (verdict := fit(plan.memory.low, plan.memory.needed, memory)) != "fits":
+        return f"{verdict}: needs {format_bytes(plan.memory.low)} to {format_bytes(plan.memory.needed)}"
     slower = plan.time.seconds / best.time.seconds - 1
     if slower < 0.005:
         return "is as fast as the best"

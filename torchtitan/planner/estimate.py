@@ -24,7 +24,7 @@ from torchtitan.job.layout import JobLayout
 from torchtitan.parallelisms.parallel_model import runs_by_segments
 from torchtitan.parallelisms.pipeline.actions import Table, with_full_backward
 from torchtitan.parallelisms.pipeline.simulator import simulate
-from torchtitan.planner.memory.closed_form import reserved
+from torchtitan.planner.memory.closed_form import needed, reserved
 from torchtitan.planner.rehearsal import (
     FROZEN,
     GRADIENTS,
@@ -67,6 +67,10 @@ class Prediction:
     def reserved(self, device: Device) -> tuple[float, float]:
         """Return the least and the most bytes that the device reserves for these tensors."""
         return reserved(self.peak, on_gpu=device == "cuda")
+
+    def needed(self, device: Device) -> float:
+        """Return the bytes of the device in which these tensors are sure to fit."""
+        return needed(self.peak, on_gpu=device == "cuda")
 
 
 def predict(job: ResolvedJob, traffic: bool = False) -> list[Prediction]:
@@ -343,7 +347,7 @@ def _chooses_alike(pattern: str, layers: Mapping[str, set[str]], kind: frozenset
 # Changes that make a job fit
 
 Remedy = tuple[dict[str, Any], float]
-"""Options with their new values, and the most bytes that the changed job reserves."""
+"""Options with their new values, and the bytes in which the changed job is sure to fit."""
 MOST_HALVES = 4
 
 
@@ -352,23 +356,23 @@ def remedies(job: ResolvedJob, memory: float) -> list[Remedy]:
     candidates: list[Remedy] = []
     before = {fault.key for fault in check(job.config, job.world_size, job.device_type)}
 
-    def needs(changes: dict[str, Any]) -> float | None:
+    def bytes_with(changes: dict[str, Any]) -> float | None:
         changed = job.with_options(changes)
         if any(fault.key not in before for fault in check(changed.config, job.world_size, job.device_type)):
             return None
-        _, needed = worst(predict(changed)).reserved(job.device_type)
-        candidates.append((changes, needed))
-        return needed
+        size = worst(predict(changed)).needed(job.device_type)
+        candidates.append((changes, size))
+        return size
 
     stronger = list(_stronger_recompute(job.config.activation_checkpoint))
     for changes in [*stronger, *(smaller for smaller in _smaller_batches(job.layout))]:
-        needed = needs(changes)
-        if needed is not None and needed <= memory and changes not in stronger:
+        size = bytes_with(changes)
+        if size is not None and size <= memory and changes not in stronger:
             break
-    if not any(needed <= memory for _, needed in candidates):
+    if not any(size <= memory for _, size in candidates):
         for changes in _smaller_batches(job.layout) if stronger else ():
-            needed = needs(stronger[-1] | changes)
-            if needed is not None and needed <= memory:
+            size = bytes_with(stronger[-1] | changes)
+            if size is not None and size <= memory:
                 break
     fitting = [remedy for remedy in candidates if remedy[1] <= memory]
     return fitting or sorted(candidates, key=lambda remedy: remedy[1])[:1]

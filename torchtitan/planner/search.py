@@ -246,6 +246,8 @@ class Limits:
     """Bytes of a GPU."""
     most_seconds: float = float("inf")
     """Of a step, from a deadline or a budget."""
+    certain: bool = True
+    """True if plans have to be sure to fit, False if it is enough that they may."""
 
 
 @dataclass(frozen=True)
@@ -263,6 +265,8 @@ class Result:
 
     best: list[Candidate] = field(default_factory=list)
     """Fastest first."""
+    may_fit: list[Candidate] = field(default_factory=list)
+    """Faster ones that may fit, but are not sure to."""
     judged: list[Candidate] = field(default_factory=list)
     """All plans with a prediction that are legal and fit."""
     layouts: int = 0
@@ -270,6 +274,11 @@ class Result:
     """Number of plans that a constraint excludes, by its name, among those that were judged."""
     complete: bool = True
     """False if MOST_ACTIONS ended the search."""
+
+    @property
+    def plans(self) -> list[Candidate]:
+        """The plans that are sure to fit or, if there are none, those that may."""
+        return self.best or self.may_fit
 
 
 @dataclass
@@ -328,6 +337,12 @@ class Search:
             return result
         return _Frontier(self, replace(space, fewest_tokens=1), limits).run(top)
 
+    def add_uncertain(self, result: Result, gpus: int, top: int, limits: Limits) -> None:
+        """Add the fastest `top` plans that may fit, if they are faster than the best plan that does."""
+        seconds = result.best[0].time.seconds if result.best else limits.most_seconds
+        lenient = self.find(gpus, top, replace(limits, most_seconds=seconds, certain=False))
+        result.may_fit = [one for one in lenient.best if one.memory.needed > limits.memory]
+
     def memory(self, plan: Plan) -> MemoryPrediction:
         """Predict the memory of a plan. Compilation matters where gradients could be computed apart without it."""
         if plan.pp == 1 or plan.recompute != "none":
@@ -379,7 +394,8 @@ class _Frontier:
             self.result.excluded["deadline or budget"] += 1
 
     def _fits(self, plan: Plan) -> bool:
-        fits = self.search.memory(plan).high <= self.limits.memory
+        memory = self.search.memory(plan)
+        fits = (memory.needed if self.limits.certain else memory.low) <= self.limits.memory
         if not fits:
             self.result.excluded["memory"] += 1
         return fits

@@ -22,13 +22,21 @@ Bytes = Counter[str]
 """Bytes by kind, as the fields of MemoryPrediction are named."""
 RESERVED = (1.13, 1.42)
 """Lowest and highest memory that a GPU reserves, as multiples of the tensors at their peak: with the allocator's gaps,
-libraries and communicators. 13 of 14 figures that PyTorch's torchtitan published lie between
+libraries and communicators, where there is room. 13 of 14 figures that PyTorch's torchtitan published lie between
 (tests/planner/test_memory.py)."""
+NEEDED = 1.25
+"""Memory in which a plan counts as fitting, as a multiple of the tensors at their peak: the allocator returns what it
+caches when a device is full. 27 published runs trained on GPUs with 1.14 to 1.24 times their tensors (llm-foundry,
+fms-fsdp and NeMo, by this formula)."""
+
+
+LIMITS = ("low", "high", "needed")
+"""Fields of MemoryPrediction that are no kind of memory."""
 
 
 @dataclass(frozen=True)
 class MemoryPrediction:
-    """Bytes of the rank that needs the most, at its peak, by kind. `low` and `high`: limits of the reserved memory."""
+    """Bytes of the rank that needs the most, at its peak, by kind."""
 
     parameters: float
     gradients: float
@@ -37,7 +45,11 @@ class MemoryPrediction:
     logits: float
     gathered: float
     low: float
+    """Least bytes that are reserved. A plan does not fit in less."""
     high: float
+    """Most bytes that are reserved, where there is room."""
+    needed: float
+    """Bytes in which a plan is sure to fit."""
 
     @property
     def total(self) -> float:
@@ -51,6 +63,16 @@ def reserved(tensors: float, *, on_gpu: bool) -> tuple[float, float]:
     return low * tensors, high * tensors
 
 
+def needed(tensors: float, *, on_gpu: bool) -> float:
+    """Return the bytes of a device in which tensors of this many bytes at their peak are sure to fit."""
+    return NEEDED * tensors if on_gpu else tensors
+
+
+def fit(low: float, needed: float, memory: float) -> str:
+    """Return "fits", "may fit" or "does not fit" for `memory` bytes."""
+    return "fits" if needed <= memory else "may fit" if low <= memory else "does not fit"
+
+
 def predict_memory(
     job: ResolvedJob, hardware: Hardware | None = None, *, drops_every_second_product: bool = False
 ) -> MemoryPrediction:
@@ -62,9 +84,10 @@ def predict_memory(
     ranks = [RankSizes(job, rank, drops_every_second_product) for rank in range(job.layout.pp)]
     candidates = [moment for sizes in fullest(ranks) for moment in moments(sizes)]
     worst = max(candidates, key=Counter.total)
-    low, high = reserved(worst.total(), on_gpu=hardware is None or bool(hardware.device_names))
-    kinds = {kind: worst[kind] for kind in MemoryPrediction.__dataclass_fields__ if kind not in ("low", "high")}
-    return MemoryPrediction(**kinds, low=low, high=high)
+    on_gpu = hardware is None or bool(hardware.device_names)
+    low, high = reserved(worst.total(), on_gpu=on_gpu)
+    kinds = {kind: worst[kind] for kind in MemoryPrediction.__dataclass_fields__ if kind not in LIMITS}
+    return MemoryPrediction(**kinds, low=low, high=high, needed=needed(worst.total(), on_gpu=on_gpu))
 
 
 def fullest(ranks: list[RankSizes]) -> list[RankSizes]:
