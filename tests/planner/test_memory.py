@@ -160,7 +160,15 @@ GEMMA = [
     "--training.document_mask=false",
 ]
 """Norms of the outputs too; two rotations; a large tied embedding."""
+SMALL = [
+    *("--model.name=llama3", "--model.flavor=8B", "--model.overrides={n_layers=5}", "--training.seq_len=4096"),
+    *("--model.tokenizer_path=bytes", "--training.local_batch_size=2", f"{SHARDS}4"),
+]
 SAMPLES = {
+    "state on the host": [(4, [*SMALL, "--training.enable_cpu_offload=true"])],
+    "every second block": [
+        (4, [*SMALL, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"])
+    ],
     "dense": [*memory_plans(1, 4, DENSE), memory_plan(3, 3, DENSE), memory_plan(5, 7, DENSE)],
     "windows": [(8, [*GEMMA, f"--activation_checkpoint.mode={mode}"]) for mode in ("none", "selective", "full")],
     "biases": [(4, [*BIASES, f"--parallelism.tensor_parallel_degree={tp}", f"{SHARDS}{4 // tp}"]) for tp in (1, 2)],

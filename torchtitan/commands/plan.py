@@ -158,7 +158,7 @@ def main(argv: list[str]) -> int:
         result = find_robust(question.search, options.gpus, number, question.limits)
         question.search.add_uncertain(result, options.gpus, MOST_UNCERTAIN, question.limits)
     if not result.plans:
-        raise JobError(no_plan(result, options.gpus, question.limits.memory))
+        raise JobError(no_plan(result, options.gpus, question.limits.memory, question.search.state))
     if options.explain and options.explain > len(result.plans):
         raise JobError(f"--explain: given {options.explain}; allowed: 1 to {len(result.plans)}, the plans found")
     with waiting("other hardware is tried"):
@@ -192,7 +192,7 @@ class PlanRequest:
         """Return the prediction of the job's own plan, or why it cannot run."""
         job = self.search.base
         if faults := faults_as_new(job):
-            return f"is not legal on {gpus_text(self.gpus)}: {faults[0].key}, given {faults[0].value}"
+            return f"is not legal on {gpus_text(self.gpus)}: {faults[0]}"
         return self.search.candidate(Plan.of(job, self.search.samples))
 
     def alternatives(self) -> list[tuple[str, Candidate | None]]:
@@ -435,6 +435,10 @@ def report(question: PlanRequest, result: Result, alternatives: list[tuple[str, 
     judged = f"{result.layouts:,} layouts, {len(result.judged):,} plans simulated"
     excluded = ", ".join(f"{key} {count:,}" for key, count in result.excluded.most_common(3))
     lines.append(f"searched {judged}" + f"; excluded by {excluded}" * bool(excluded))
+    if search.base.config.training.enable_cpu_offload:
+        lines.append(
+            "copies to the host and the optimizer's step there (training.enable_cpu_offload) are not in the time"
+        )
     if any(candidate.plan.overlap_experts for candidate in shown):
         lines.append("memory of plans with overlap: not described by the formula; --rehearse shows it")
     if not result.complete:

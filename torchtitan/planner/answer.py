@@ -14,6 +14,12 @@ from torchtitan.planner.time.messages import PARTS, Calibration
 COUNTED, SIMULATED, FORMULA, ASSUMED = "counted", "simulated", "formula", "assumed"
 ASSUMED_PARTS = {"cp": "messages", "fsdp": "fsdp", "optimizer": "optimizer"}
 """Parts that published runs do not fit, and the factor by which other runs do. None fits the optimizer."""
+SMALLER_STATE = (
+    'train an adapter (adapter.kind = "lora" or "qlora"), store the optimizer state in 8 bits (optimizer.name = '
+    '"AdamW8bit") or everything in bfloat16 (training.dtype), keep the state on the host '
+    "(training.enable_cpu_offload), or give more --gpus"
+)
+"""Remedy where not even the state of a job fits."""
 HEADER = f"{'':4}{'s/step':>9} {'tok/s/GPU':>9} {'MFU':>6} {'GiB, low-high':>14} {'bubble':>7}  "
 
 
@@ -81,7 +87,8 @@ def failure_lines(candidate: Candidate, cost: Cost) -> list[str]:
     steps = cost.save_interval(candidate)
     return [
         f"failures, one every {between}, and saves make it {longer:.1%} longer, saves alone {share:.1%}",
-        f"{save}, {restart}: save every {interval}, checkpoint.interval = {steps} (Young and Daly)",
+        f"{save}, {restart}: save every {interval}, checkpoint.interval = {steps} (Young and Daly)"
+        + "; that holds for the assumed storage alone, --save-seconds gives yours" * (failures.save_seconds is None),
     ]
 
 
@@ -146,8 +153,8 @@ def loss_of(plan: Candidate, best: Candidate, memory: float) -> str:
     return f"takes {slower:.1%} longer: {texts}"
 
 
-def no_plan(result: Result, gpus: int, memory: float) -> str:
-    """Return the error if no plan is legal: which constraint excludes most."""
+def no_plan(result: Result, gpus: int, memory: float, state: float) -> str:
+    """Return the error if no plan is legal: which constraint excludes most. `state`: bytes of a replica's."""
     counts = ", ".join(f"{name} {count:,}" for name, count in result.excluded.most_common(4))
     if not result.complete:
         searched = f"the search ended at its limit of {MOST_ACTIONS:,} steps, and none of the plans before it is legal"
@@ -156,6 +163,10 @@ def no_plan(result: Result, gpus: int, memory: float) -> str:
         reason = "no degrees divide the GPUs, the global batch, the sequence and the model's sizes"
         return f"no plan on {gpus_text(gpus)}: {reason}; give another --gpus or training.global_batch_size"
     most, _ = result.excluded.most_common(1)[0]
+    if most == "memory" and state > gpus * memory:
+        sizes = f"parameters, gradients and optimizer state alone take {format_bytes(state)}"
+        has = f"{gpus_text(gpus)} ha{'s' if gpus == 1 else 've'} {format_bytes(gpus * memory)}"
+        return f"no legal plan: {sizes}, and {has}; {SMALLER_STATE}"
     remedies = {
         "memory": f"give more --gpus, a --gpu with more than {format_bytes(memory)}, or a smaller training.seq_len",
         "deadline or budget": "give a later --deadline, a larger --budget, or more --gpus",

@@ -310,7 +310,7 @@ class Plan:
     @property
     def recompute_text(self) -> str:
         texts = {"op": "selective op", "none": "no recompute", "full": "full recompute"}
-        texts["memory_budget"] = "recompute by memory budget"
+        texts |= {"memory_budget": "recompute by memory budget", "2": "recompute of every second block"}
         return texts.get(self.recompute, f"recompute {self.recompute}")
 
     def __str__(self) -> str:

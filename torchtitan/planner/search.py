@@ -34,7 +34,8 @@ from torchtitan.rules import check
 
 MOST_ROWS = 16
 """Largest number of rows of a forward pass."""
-RECOMPUTE = ("none", "op", "full")
+RECOMPUTE = ("none", "op", "2", "full")
+"""2: every second block."""
 CP_METHODS = ("allgather", "ulysses", "alltoall")
 """Methods of context parallel. "ring" sends and stores as much as "alltoall"."""
 SMALLER_CHUNKS = 4
@@ -305,6 +306,12 @@ class Search:
     def faults(self, plan: Plan) -> list[Fault]:
         """Return the faults of the job with this plan."""
         return faults_as_new(self.job(plan))
+
+    @cached_property
+    def state(self) -> float:
+        """Bytes of a replica's parameters, gradients and optimizer state on its GPUs."""
+        memory = self.memory(Plan(microbatch=self.workload.rows_per_sample, recompute="full", loss_chunks=0))
+        return 2 * memory.parameters + memory.optimizer
 
     def candidate(self, plan: Plan) -> Candidate:
         """Predict a legal plan."""

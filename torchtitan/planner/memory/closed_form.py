@@ -108,7 +108,14 @@ def _sizes(**kinds: float) -> Bytes:
 
 
 def moments(sizes: RankSizes) -> Iterator[Bytes]:
-    """Yield the bytes by kind at each moment that may be the peak of the rank."""
+    """Yield the bytes by kind at each moment that may be the peak of the rank.
+
+    With CPU offload the state is on the host; a pipeline's sums of gradients are on the device.
+    """
+    if sizes.layout.training.enable_cpu_offload:
+        for moment in _in_pipeline(sizes) if sizes.in_pipeline else _without_pipeline(sizes):
+            yield moment if sizes.in_pipeline else _sizes(**{**moment, "gradients": 0.0})
+        return
     state = _sizes(parameters=sizes.parameters, optimizer=sizes.optimizer)
     yield state + _sizes(gradients=sizes.gradients)  # the optimizer's step
     yield from (state + moment for moment in (_in_pipeline(sizes) if sizes.in_pipeline else _without_pipeline(sizes)))

@@ -256,19 +256,32 @@ class RankLayout:
 
     @cached_property
     def kinds(self) -> Counter[int]:
-        """Number of this rank's layers that need as much as its layer of this number; of selected layers one each."""
+        """Number of this rank's layers that need as much as its layer of this number."""
         numbers = dict[int, int]()
         return Counter(numbers.setdefault(self._representative(layer), layer) for layer in self.layers)
 
     def _representative(self, layer: int) -> int:
-        """Return the first layer of the model that needs as much as this one; of selected layers each needs its own."""
+        """Return the first layer that needs as much as this one: the model's or, if some are recomputed, the rank's."""
         return self._representatives[layer]
 
     @cached_property
-    def _representatives(self) -> Sequence[int]:
+    def _representatives(self) -> Sequence[int] | dict[int, int]:
+        kinds = kinds_of_layers(self.args)
+        if not self.recomputed_period:
+            return kinds
+        first, representatives = dict[tuple[int, bool], int](), dict[int, int]()
+        for stage in self.stages:
+            for place, layer in enumerate(stage):
+                key = kinds[layer], place % self.recomputed_period == 0
+                representatives[layer] = first.setdefault(key, layer)
+        return representatives
+
+    @cached_property
+    def recomputed_period(self) -> int:
+        """Every how many layers of a stage one is recomputed; 0 if all are treated alike."""
         recompute = self.job.config.activation_checkpoint
-        selects_layers = recompute.mode == "selective" and recompute.selective_ac_option.isdecimal()
-        return range(self.args.n_layers) if selects_layers else kinds_of_layers(self.args)
+        by_number = recompute.mode == "selective" and recompute.selective_ac_option.isdecimal()
+        return int(recompute.selective_ac_option) if by_number else 0
 
     @property
     def has_embedding(self) -> bool:

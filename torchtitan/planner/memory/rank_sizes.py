@@ -120,8 +120,7 @@ class RankSizes(RankWeights):
         if recompute.mode == "selective" and recompute.selective_ac_option == "op":
             return self._products(layer)
         place = next(stage.index(layer) for stage in self.stages if layer in stage)
-        every = int(recompute.selective_ac_option) if recompute.mode == "selective" else 1
-        return self.hidden if place % every == 0 else self._activations(layer)
+        return self.hidden if place % (self.recomputed_period or 1) == 0 else self._activations(layer)
 
     def _attention(self, layer: int) -> float:
         """Return what the backward of attention needs of a layer, from its first product to the input of its last."""
