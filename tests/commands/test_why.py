@@ -179,3 +179,45 @@ def test_ranks_on_more_machines_take_longer(tmp_path):
 def test_hardware_that_is_not_known_is_a_line(tmp_path, capsys):
     write_run(tmp_path, TENSOR_PARALLEL, 8)
     assert "--gpu: given 'h99'; allowed: a10, " in output_of(capsys, "why", tmp_path, "--gpu=h99", code=2)
+
+
+def write_account(folder, **seconds):
+    """Write a run with a logged step and this account of its time."""
+    account = {f"{cause}_seconds": spent for cause, spent in seconds.items()}
+    row = {"step": 1, "loss": 1.0, "step_seconds": 1.0, "data_seconds": 0.0}
+    records = [row, {"step": 20, "event": "goodput", **account}]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+@pytest.mark.parametrize(
+    ("saved", "bound"), [(6, "the steps themselves; next comes saving, 6 % of"), (40, "saving; at")]
+)
+def test_a_small_cause_is_not_what_bounds_a_run(tmp_path, capsys, saved, bound):
+    write_account(tmp_path, train=100.0 - saved, save=float(saved))
+    out = output_of(capsys, "why", tmp_path)
+    assert f"bound by {bound}" in out and "change first: " in out
+
+
+@pytest.mark.parametrize(
+    ("code", "remedy"), [(4, "torchtitan replay RUN --step N"), (7, "make room"), (8, "torchtitan estimate"), (0, None)]
+)
+def test_the_answer_begins_with_the_end_and_what_to_do_about_it(tmp_path, capsys, code, remedy):
+    write_account(tmp_path, train=60.0, save=40.0)
+    end = {"step": 7, "event": "end", "cause": "a cause", "reason": "a reason", "exit_code": code}
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(end) + "\n")
+    first, second, *_ = output_of(capsys, "why", tmp_path).splitlines()
+    assert f"a cause after step 7 (exit code {code})" in first and "a reason" in first
+    if remedy:
+        assert second.startswith("first of all: ") and remedy in second.replace(str(tmp_path), "RUN")
+    else:
+        assert "recorded" in second
+
+
+def test_a_save_in_every_step_is_not_called_no_step(tmp_path, capsys):
+    write_run(tmp_path, TENSOR_PARALLEL, 8)
+    path = tmp_path / "metrics.jsonl"
+    rows = [json.loads(line) | {"marked": ["save"]} for line in path.read_text().splitlines()]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    out = output_of(capsys, "why", tmp_path)
+    assert "each logged step has a save" in out and "no step has been logged" not in out

@@ -152,7 +152,7 @@ def test_a_nan_on_one_replica_before_an_update_saves_and_ends_the_run(texts, tmp
         and steps_states_returns[2] == (0, 0)
         and len(set(steps_states_returns[1])) == 1
     )
-    assert raised[0].startswith("NonFiniteError: the gradient norm is NaN or infinite on rank 1 alone after step 4")
+    assert raised[0].startswith("NonFiniteError: the gradient norm is NaN or infinite on rank 1 alone in step 5")
     assert (tmp_path / "checkpoint/step-00000004").is_dir()
 
 

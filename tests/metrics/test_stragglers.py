@@ -51,6 +51,18 @@ def test_a_slow_rank_is_named_within_twenty_steps_and_until_it_recovers(steps_at
     assert not ranks.slow() and ranks.update(seconds[:1], 1.0)[0, 2] == pytest.approx(1.2, abs=0.1)
 
 
+@pytest.mark.parametrize("seed", range(5))
+def test_a_rank_that_is_stopped_in_most_steps_is_named(seed):
+    """It is stopped for four fifths of the time in two of three steps, so it is never slow sixteen times in a row."""
+    draw, ranks = torch.Generator().manual_seed(seed), SlowRanks(4, stages=1)
+    stopped = torch.rand(64, generator=draw) < 2 / 3
+    stopped[::10] = False
+    seconds = torch.normal(1.0, 0.02, (64, 4), generator=draw)
+    seconds[:, 1] *= 1 + 4 * stopped
+    named = [tuple(ranks.update(one[None], SECONDS_TO_NAME) is not None and ranks.slow()) for one in seconds]
+    assert set(named) == {(), (1,)} and named.index((1,)) < 40 and named[-1] == (1,)
+
+
 def test_peers_hold_the_same_stage_and_a_group_is_named_together():
     ranks = SlowRanks(10, stages=2)
     seconds = torch.tensor([1.0, 1.0, 1.0, 1.0, 1.0, 3.0, 3.0, 3.0, 3.6, 3.6])

@@ -20,6 +20,7 @@ from torchtitan.launcher.run_folder import RecordedPlan, record_start
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
 from torchtitan.planner import estimate
+from torchtitan.planner.memory.closed_form import LIMITS
 from torchtitan.planner.memory.rank_sizes import RankSizes
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.search import Limits, Search
@@ -253,7 +254,7 @@ def test_the_search_finds_what_judging_all_plans_finds(gpus, samples, gib, optio
         for replicated in space.replicated(scheduled)
         for chunked in space.with_loss_chunks(replicated)
     ]
-    fitting = [plan for plan in plans if search.memory(plan).high <= limit and not search.faults(plan)]
+    fitting = [plan for plan in plans if search.memory(plan).needed <= limit and not search.faults(plan)]
     times = {}
     for plan in fitting:
         seconds = search.timer.step_time(plan).seconds
@@ -340,7 +341,7 @@ def test_layouts_are_listed_once():
         for change in ({"compiled": not one.plan.compiled}, {"recompute": "full"}):
             other = dataclasses.replace(one.plan, **change)
             slower = search.timer.step_time(other).seconds >= one.time.seconds
-            assert slower or search.faults(other) or search.memory(other).high > H100.memory_gib * 2**30
+            assert slower or search.faults(other) or search.memory(other).needed > H100.memory_gib * 2**30
 
 
 def test_ulysses_sends_a_share_of_the_heads():
@@ -405,6 +406,18 @@ def test_the_answer_names_plans_reasons_and_evidence(capsys):
         and "the job's own plan takes" in text
     )
     assert "GPU-hours" in text and "simulated" in text and "counted" in text
+
+
+def test_a_job_that_is_not_legal_is_told_why_and_what_to_do(capsys):
+    text = run(capsys, *SMALL, "--gpus", "6", "--parallelism.tensor_parallel_degree", "4", "--quick")
+    (line,) = [line for line in text.splitlines() if line.startswith("job ")]
+    assert "tensor_parallel 4" in line and "allowed: " in line and "start a multiple of 4 ranks" in line
+
+
+def test_an_interval_of_saves_from_assumed_storage_says_so(capsys):
+    failing = ("--gpus", "4", "--quick", "--mtbf-hours", "50000")
+    assert "assumed storage alone, --save-seconds gives yours" in run(capsys, *SMALL, *failing)
+    assert "assumed storage" not in run(capsys, *SMALL, *failing, "--save-seconds", "2")
 
 
 def test_other_hardware_is_compared_and_drawn(capsys, tmp_path):
@@ -520,9 +533,9 @@ def test_the_best_plans_are_rehearsed(capsys, monkeypatch):
     """The formula is near the rehearsal (6 % off for so small a model), and a plan that proves larger is named."""
     answer = json.loads(run(capsys, *SMALL, "--gpus", "4", "--quick", "--json", "--rehearse", "2"))
     for peak, plan in zip(answer["rehearsed_peaks"], answer["plans"][:2], strict=True):
-        formula = sum(size for name, size in plan["memory"].items() if name not in ("low", "high"))
+        formula = sum(size for name, size in plan["memory"].items() if name not in LIMITS)
         assert formula == pytest.approx(peak, rel=0.1)
-    for size, verdict in ((2**30, "fits"), (2**40, "may not fit")):
+    for size, verdict in ((2**30, "fits"), (2**36, "may fit"), (2**40, "does not fit")):
         prediction = estimate.Prediction(0, 0, "backward", {"activations": size})
         monkeypatch.setattr(estimate, "predict", lambda *_, prediction=prediction: [prediction])
         text = run(capsys, *SMALL, "--gpus", "4", "--quick", "--rehearse", "1")
@@ -564,7 +577,8 @@ def test_an_explanation_is_part_of_the_json(capsys):
     [
         (["--gpus", "8"], "no job is given"),
         ([*SMALL, "--gpus", "8", "--gpu", "h100"], "allowed: a10, a100-40"),
-        ([*SMALL, "--gpus", "8", "--quick", "--memory", "1MiB"], "most by memory: give more --gpus"),
+        ([*SMALL, "--gpus", "8", "--quick", "--memory", "1MiB"], "state alone take .* train an adapter"),
+        ([*SMALL, "--gpus", "8", "--quick", "--memory", "17MiB"], "most by memory: give more --gpus"),
         ([*SMALL, "--gpus", "8", "--quick", "--deadline", "1min", "--tokens", "1e15"], "most by deadline or budget"),
         ([*SMALL, "--gpus", "8", "--budget", "5"], "needs the price"),
         ([*SMALL, "--gpus", "8", "--quick", "--budget", "1e-9", "--price", ".5"], "most by deadline or budget"),

@@ -30,11 +30,14 @@ from torchtitan.metrics.console import duration
 from torchtitan.metrics.curves import read_run
 from torchtitan.metrics.goodput import CAUSES, SHORTEST_ADVISED_SECONDS, best_save_interval
 from torchtitan.metrics.json_lines import Record, is_finite
-from torchtitan.metrics.run_end import without_ends
+from torchtitan.metrics.run_end import end_of, without_ends
 from torchtitan.planner.time.measured_runs import UNEXPLAINED, MeasuredRun, ModelledStep
+from torchtitan.process import exit as exit_codes
 
 WORTH_A_CHANGE = 0.05
-"""Smallest share of all time for which a cause is said to bound the run."""
+"""Smallest share of all time for which a change is proposed."""
+BOUND = 0.25
+"""Smallest share of all time for which a cause besides the steps is said to bound the run."""
 SLOW = 1.5
 """A window counts as slow if its steps take this many times the median."""
 BUBBLE = "pipeline bubble"
@@ -42,6 +45,19 @@ ONCE = ("compile", "start", "end")
 """Causes (metrics/goodput.py) of time that does not grow with the steps of a start, so that no change comes first."""
 FEW = 8
 """Fewest windows of steps to compare the times of."""
+AFTER_ENDS = {
+    exit_codes.CRASHED: "look at the traceback in the log of the rank that failed first",
+    exit_codes.REFUSED: "remove the fault that the reason names",
+    exit_codes.NOT_LOADED: "see what the reason says about the checkpoint or its storage",
+    exit_codes.NON_FINITE: "`torchtitan replay {run} --step N` of the step that the reason names shows its origin",
+    exit_codes.CRASH_LOOP: "remove the reason of the restarts, in the log of the rank that failed first",
+    exit_codes.HUNG: "look at the stacks of the ranks in the log",
+    exit_codes.NOT_SAVED: "make room, or repair the storage that the reason names, and start the run again",
+    exit_codes.OUT_OF_MEMORY: "`torchtitan estimate --job.config_file {run}/config.toml` lists changes that fit",
+    exit_codes.DIFFERING: "test the memory of the machine of the rank that the reason names",
+    exit_codes.NOT_EXPORTED: "see what the reason says; `torchtitan export {run}` repeats the export",
+}
+"""Exit code of a run that failed -> what to do first."""
 
 
 @dataclass(frozen=True)
@@ -88,6 +104,8 @@ class Account:
             yield f"too short to tell what bounds it: {100 * once:.0f} % of it is spent once in each start"
         elif first is None:
             yield f"bound by the steps themselves: no other cause takes {100 * WORTH_A_CHANGE:.0f} % of the time"
+        elif first.gain < BOUND:
+            yield f"bound by the steps themselves; next comes {first.name}, {100 * first.gain:.0f} % of the time"
         else:
             yield f"bound by {first.name}; at most {1 / (1 - min(first.gain, 0.999)):.2f} times as fast without it"
         changes = sorted([*causes, *(plan_changes(step, training) if step else ())], key=lambda cause: -cause.gain)
@@ -222,10 +240,11 @@ def main(argv: list[str]) -> int:
     hardware = load_hardware(options.gpu) if options.gpu else None
     records = read_run(options.run)
     config = job_of_file(options.run / JOB_FILE)
-    end, records = describe_run_end(options.run, records), without_ends(records)
+    all_records, end, records = records, describe_run_end(options.run, records), without_ends(records)
     head = [f"{options.run}: {end}"] * bool(end)
+    head += list(end_advice(options.run, end_of(all_records)))
     if head and not options.json:
-        print(*head)
+        print("\n".join(head))
     account = Account(account_of(records), records, config)
     if not account.total:
         remedy = "let it log a few steps"
@@ -242,6 +261,13 @@ def main(argv: list[str]) -> int:
     return 0
 
 
+def end_advice(run: Path, end: Record | None) -> Iterator[str]:
+    """Yield what to do about the end of a run; nothing if it ended well or its end is not known."""
+    remedy = AFTER_ENDS.get(end["exit_code"]) if end and is_finite(end.get("exit_code")) else None
+    if remedy is not None:
+        yield f"first of all: {remedy.format(run=run)}; the rest of this answer is about its speed until then"
+
+
 def job_of_file(path: Path) -> JobConfig | None:
     """Return the job in a file; None if it cannot be read."""
     try:
@@ -252,6 +278,9 @@ def job_of_file(path: Path) -> JobConfig | None:
 
 def model_of(run: Path, records: list[Record], hardware: Hardware | None) -> tuple[ModelledStep | None, str]:
     """Return the planner's model of the run's typical step, or None and the reason."""
+    rows = [row for row in records if is_finite(row.get("step_seconds"))]
+    if rows and not steady(rows):
+        return None, "each logged step has a save, a validation or a compilation in it; log steps in between"
     try:
         step = ModelledStep.of(MeasuredRun(run, records), hardware)
         step.run.step_time(step.hardware, step.calibration)  # may raise too

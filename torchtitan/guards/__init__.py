@@ -87,7 +87,7 @@ class Guards:
         if not self.steps.is_active:
             if norm is not None and norm.device.type == "cpu":  # on a CPU the check costs almost nothing
                 (ranks,) = distributed.sum_ints(not_finite(norm))
-                self.refuse_non_finite("gradient norm", norm, ranks, step - 1)
+                self.refuse_non_finite("gradient norm", norm, ranks, step - 1, step)
             return ""
         # the norm is global, but a faulty machine may compute another value, and all ranks must reach the same verdict
         dims = self.model.dims
@@ -105,7 +105,7 @@ class Guards:
         layer_hint = self._first_layer()
         if verdict.action == "stop":
             if not finite:
-                self.stop_non_finite(verdict.reason, step - 1, layer_hint)
+                self.stop_non_finite(f"{verdict.reason} in step {step}", step - 1, step, layer_hint)
             raise BadStep(f"step {step}: {verdict.reason}; the run stops before its update")
         if verdict.action == "roll back":
             raise RollBack(verdict.reason + layer_hint)
@@ -125,8 +125,12 @@ class Guards:
         self.steps.skipped += 1
         return "it has no token to train on"
 
-    def refuse_non_finite(self, quantity: str, value: torch.Tensor | None, ranks: float, step: int) -> None:
+    def refuse_non_finite(
+        self, quantity: str, value: torch.Tensor | None, ranks: float, step: int, measured_in: int | None = None
+    ) -> None:
         """Stop the run or roll it back if a scalar is not finite on `ranks` > 0 ranks. Once NaN, weights stay NaN.
+
+        `step`: the last one that is done. `measured_in`: the scalar's step, if it is another one.
 
         All ranks must agree on the number of ranks first: replicas compute their own norms, so an error of one machine
         may show there alone, and the remedy is collective.
@@ -137,7 +141,8 @@ class Guards:
         flags = distributed.all_gather_json(not_finite(value))
         numbers = ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
         reading = f"NaN or infinite on rank {numbers} alone" if value is None or not all(flags) else str(float(value))
-        self.stop_non_finite(f"the {quantity} is {reading}", step, self._first_layer())
+        bad_step = measured_in or step
+        self.stop_non_finite(f"the {quantity} is {reading} in step {bad_step}", step, bad_step, self._first_layer())
 
     def refuse_to_save(
         self, step: int, loss: torch.Tensor, norm: torch.Tensor | None, damaged: Callable[[], list[str]]
@@ -154,13 +159,15 @@ class Guards:
         # neither value covers the last update: it may overflow, and with a step in backward there is no other check
         if names := damaged():
             self.roll_back(describe_damage(names), step)
-            self.stop_non_finite(describe_damage(names), step)
+            self.stop_non_finite(f"{describe_damage(names)} after step {step}", step, step)
 
-    def stop_non_finite(self, fault: str, step: int, hint: str = "") -> NoReturn:
+    def stop_non_finite(self, fault: str, step: int, bad_step: int, hint: str = "") -> NoReturn:
+        """Raise NonFiniteError. `step`: the last one that is done. `bad_step`: the one to look into."""
         history = ", although the run went back to its checkpoint for that step before" * (step in self._rollback_steps)
         raise NonFiniteError(
-            f"{fault} after step {step}{hint}{history}; the run stops and saves no more. What usually helps, from the "
-            "last checkpoint on: lower optimizer.lr, longer lr_scheduler.warmup_steps, training.max_norm = 1.0, float32"
+            f"{fault}{hint}{history}; the run stops and saves no more. `torchtitan replay RUN --step {bad_step}` shows "
+            "where it comes from. What usually helps, from the last checkpoint on: lower optimizer.lr, longer "
+            "lr_scheduler.warmup_steps, training.max_norm = 1.0, float32"
         )
 
     def prepare_roll_back(self) -> bool:

@@ -29,6 +29,9 @@ STEPS_TO_NAME = 16
 
 Samples of random lengths alone make a rank slow in 4 steps of 10, so in 16 in a row less than once in a million.
 """
+MOSTLY, MUCH = 9, 1.5
+"""A rank that is stopped again and again is named too: slow in this many of the last STEPS_TO_NAME steps, with a mean
+of this many times the median of its peers. Samples of random lengths have a mean of 1."""
 SECONDS_TO_NAME = 5.0
 """Shortest time for which a rank is slow before it is named: longer than another program takes a core in turn."""
 MOST_BLOCKS = 4
@@ -114,6 +117,9 @@ class SlowRanks:
             self._slow_seconds = (self._slow_seconds + step_seconds) * is_slow
             self._other_steps = (self._other_steps + 1) * ~is_slow
         has_become_slow = (self._slow_steps >= STEPS_TO_NAME) & (self._slow_seconds >= SECONDS_TO_NAME)
+        if len(self._ratios) == STEPS_TO_NAME and step_seconds * STEPS_TO_NAME >= SECONDS_TO_NAME:
+            is_often_slow = (self._ratios > MARGIN).sum(0) >= MOSTLY
+            has_become_slow |= is_often_slow & (self._ratios.mean(0) >= MUCH)
         self._is_slow = has_become_slow | (self._is_slow & (self._other_steps < STEPS_TO_NAME))
         return ratios
 
