@@ -387,8 +387,8 @@ def network_lines(search: Search, best: Candidate) -> list[str]:
     if best.plan.gpus <= search.hardware.devices_per_machine:
         return []
     slower = with_network(search, LEAST_NETWORK)
-    whole, less = (one.timer.timer.messages_of_step(best.plan) for one in (search, slower))
-    used = sum(message.transfer for axis, message in whole.items() if message.transfer < less[axis].transfer)
+    expected, less = (one.timer.timer.messages_of_step(best.plan) for one in (search, slower))
+    used = sum(message.transfer for axis, message in expected.items() if message.transfer < less[axis].transfer)
     loss = slower.timer.step_time(best.plan).seconds / best.time.seconds - 1
     busy = f"network: busy for {used / best.time.seconds:.0%} of a step"
     lost = f"with {LEAST_NETWORK:g} of it a step takes {loss:.1%} longer"
