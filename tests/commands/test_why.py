@@ -65,7 +65,7 @@ def test_parts_and_savings_are_those_of_the_planner(job, part, title, tmp_path, 
     (change,) = [line for line in lines if line.startswith("change first: ")]
     percent, least, most = (f"{100 * seconds / measured:.0f}" for seconds in saved)
     assert f"on these 8 ranks, which saves {percent} % of a step by the model ({least} to {most} %): " in change
-    assert "the steps are bound by computation" in lines and float(percent) > 10
+    assert "the steps are bound by computation" in lines and float(percent) > 5
 
 
 @pytest.mark.parametrize(

@@ -387,12 +387,12 @@ def network_lines(search: Search, best: Candidate) -> list[str]:
     if best.plan.gpus <= search.hardware.devices_per_machine:
         return []
     slower = with_network(search, LEAST_NETWORK)
-    expected, less = (one.timer.timer.messages_of_step(best.plan) for one in (search, slower))
-    used = sum(message.transfer for axis, message in expected.items() if message.transfer < less[axis].transfer)
+    at_full, at_least = (one.timer.timer.messages_of_step(best.plan) for one in (search, slower))
+    seconds = sum(message.transfer for axis, message in at_full.items() if message.transfer < at_least[axis].transfer)
     loss = slower.timer.step_time(best.plan).seconds / best.time.seconds - 1
-    busy = f"network: busy for {used / best.time.seconds:.0%} of a step"
-    lost = f"with {LEAST_NETWORK:g} of it a step takes {loss:.1%} longer"
-    return [f"{busy}; {lost}. Plans are ordered by a step with {1 - QUANTILE * (1 - LEAST_NETWORK):g} of it"]
+    usage = f"network: busy for {seconds / best.time.seconds:.0%} of a step"
+    slowdown = f"with {LEAST_NETWORK:g} of it a step takes {loss:.1%} longer"
+    return [f"{usage}; {slowdown}. Plans are ordered by a step with {1 - QUANTILE * (1 - LEAST_NETWORK):g} of it"]
 
 
 # Report
