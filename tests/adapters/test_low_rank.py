@@ -21,6 +21,7 @@ from tests.support import judged, tiny_decoders
 from tests.support.hf_parity import build, twin
 from tests.support.jobs import full
 from tests.support.judged import lines
+from tests.support.low_rank_adapters import adapter_tensors
 from tests.support.pool import run_ranks
 from torchtitan.adapters import ADAPTERS, peft_config, peft_folder
 from torchtitan.adapters.low_rank import (
@@ -71,11 +72,6 @@ def plain_copy(model, adapter, family):
     plain = MODELS[family].build(model.args)
     plain.load_state_dict({n: t for n, t in model.state_dict().items() if n not in adapter.added_parameters})
     return plain
-
-
-def adapter_tensors(model, adapter):
-    """Return the tensors that the adapter added."""
-    return {name: tensor.detach() for name, tensor in model.state_dict().items() if name in adapter.added_parameters}
 
 
 CASES = [
@@ -284,7 +280,7 @@ def test_merging_does_not_change_the_logits(family, args, kind):
 def merged_on_ranks(kind, degrees):
     """Return the full merged tensors of an adapted model under a plan."""
     from tests.plans.combinations import Combination
-    from tests.plans.test_combinations import assembled
+    from tests.support.table_rows import assembled
 
     model = assembled(Combination(adapter=kind, precision="float64", **degrees))
     return {name: full(tensor.detach()).numpy() for name, tensor in model.adapter.merged_tensors(model.parts).items()}
@@ -318,8 +314,8 @@ def test_every_plan_merges_to_the_same_tensors(kind, degrees):
 def reference_merged(kind, degrees):
     """Return the merged tensors of the same adapter on one device."""
     from tests.plans.combinations import Combination
-    from tests.plans.test_combinations import build_adapted
     from tests.support.adapted import perturb_biases, perturb_parameters
+    from tests.support.table_rows import build_adapted
 
     row = Combination(adapter=kind, precision="float64", **degrees)
     model, _, adapter = build_adapted(row)

@@ -9,9 +9,9 @@ import pytest
 import torch
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from tests.adapters.test_low_rank import adapter_tensors
 from tests.support.adapted import perturb_parameters
 from tests.support.hf_parity import build, tokens_for, twin
+from tests.support.low_rank_adapters import adapter_tensors
 from tests.support.tiny_decoders import GPT2 as TINY
 from torchtitan.adapters import peft_folder
 from torchtitan.adapters.low_rank import DoRA, LoRA

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.losses.test_preference import dpo_arguments, write_pairs
 from tests.support import jobs
 from tests.support.pool import run_alone, run_ranks
+from tests.support.preference_jobs import dpo_arguments, write_pairs
 from torchtitan import cli
 from torchtitan.adapters.low_rank import add_product
 from torchtitan.assembly import parts

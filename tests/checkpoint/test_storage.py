@@ -7,8 +7,8 @@ from collections import namedtuple
 
 import pytest
 
-from tests.checkpoint.test_layout import make_step, names
 from tests.support import jobs
+from tests.support.checkpoint_folders import make_step, names
 from tests.support.checkpoint_job import Job, saved_steps
 from tests.support.pool import run_ranks
 from torchtitan.checkpoint import CheckpointError, layout, saving, storage

@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.commands.test_generate import Scripted
-from tests.datasets.test_messages import CHATML, LLAMA3, folder_with, messages, unmarked
 from tests.support import jobs
+from tests.support.chat_templates import CHATML, LLAMA3, folder_with, messages, unmarked
 from tests.support.pool import run_ranks
 from tests.support.remembering import remembering
+from tests.support.scripted_models import Scripted
 from torchtitan import cli
 from torchtitan.commands import chat
 from torchtitan.commands.command_lines import parse_command

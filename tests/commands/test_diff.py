@@ -8,8 +8,8 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from tests.jobs.test_expert_jobs import JOB as JOB_WITH_EXPERTS
 from tests.support import jobs
+from tests.support.expert_jobs import JOB as JOB_WITH_EXPERTS
 from torchtitan import cli
 from torchtitan.checkpoint.stored_tensors import open_tensors
 from torchtitan.commands import diff

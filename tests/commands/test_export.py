@@ -9,11 +9,11 @@ import pytest
 import safetensors.torch
 import torch
 
-from tests.jobs.test_sft import write_rows
-from tests.losses.test_preference import write_pairs
 from tests.support.jobs import arguments, train, write_texts
 from tests.support.memory import Peak
 from tests.support.pool import run_ranks
+from tests.support.preference_jobs import write_pairs
+from tests.support.sft_jobs import write_rows
 from torchtitan import cli
 from torchtitan.adapters.low_rank import LowRankLinear
 from torchtitan.assembly.parts import ModelBuilder

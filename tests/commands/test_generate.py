@@ -16,6 +16,7 @@ import torch
 
 from tests.support import checkpoint_plans, hf_parity, jobs, pool
 from tests.support.pool import run_ranks
+from tests.support.scripted_models import Scripted
 from tests.support.tiny_decoders import LLAMA, QWEN3_MOE
 from torchtitan import cli
 from torchtitan.commands import generate
@@ -42,19 +43,6 @@ TOKENIZERS = [
         for name in ("tiktoken.model", "sentencepiece.model", "tokenizer.json")
     ),
 ]
-
-
-class Scripted(torch.nn.Module):
-    """A model with logits [B, S, V] that depend on the last token only; it records its inputs."""
-
-    def __init__(self, logits: torch.Tensor):
-        super().__init__()
-        self.logits = torch.nn.Parameter(logits)
-        self.inputs: list[list[int]] = []
-
-    def forward(self, ids: torch.Tensor) -> torch.Tensor:
-        self.inputs.append(ids[0].tolist())
-        return self.logits[ids]
 
 
 def random_model(seed: int = 0, vocab_size: int = 260) -> Scripted:

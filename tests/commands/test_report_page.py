@@ -4,8 +4,8 @@ import re
 
 import pytest
 
-from tests.commands.test_report import write_run
 from tests.support.browser import Page, find_browser, open_page
+from tests.support.report_pages import write_run
 from torchtitan import cli
 
 RECTANGLE = "(element => {{const r = element.getBoundingClientRect(); return [r.x, r.y, r.width, r.height]}})({})"

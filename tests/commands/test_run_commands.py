@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.commands.test_report import figure_in
 from tests.support import jobs
 from tests.support.pool import run_ranks, start_script
+from tests.support.report_pages import figure_in
 from torchtitan import cli
 from torchtitan.commands import sweep
 from torchtitan.config.manager import load, to_toml

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.metrics.test_logger import png_size, write_run
 from tests.support import jobs
+from tests.support.logged_runs import png_size, write_run
 from torchtitan import cli
 from torchtitan.commands import sweep
 from torchtitan.commands.sweep import combinations, failure_reason

@@ -5,44 +5,24 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.test_layout import manifest_of
 from tests.support import jobs, judged
+from tests.support.changed_jobs import checkpoint
 from tests.support.judged import lines
 from tests.support.pool import RankFailed, run_ranks
 from torchtitan import cli
-from torchtitan.checkpoint import folders, layout
 from torchtitan.commands import estimate
 from torchtitan.config.changes import KINDS, changes, kept_job, kind_of, refusable
 from torchtitan.config.changes import remedy as changes_remedy
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load
 from torchtitan.config.options import options, sections
-from torchtitan.job import ResolvedJob
 from torchtitan.launcher import run_folder
 from torchtitan.planner.estimate import Prediction
-from torchtitan.rules import Facts
 
 anywhere = judged.anywhere
 
 SMALL = "--model.overrides={n_heads = 4, n_layers = 2}"
 JOB = ["--checkpoint.enable", SMALL]
-
-
-def checkpoint(folder: Path, arguments: list[str], step: int = 60, ranks: int = 1, **left_out: object) -> None:
-    """Write a complete checkpoint of a job, without tensors."""
-    facts = Facts(ResolvedJob(load(["--model.tokenizer_path=bytes", *arguments]), ranks))
-    samples = facts.config.training.global_batch_size
-    job_record = kept_job(facts.config, vars(facts.model.args), samples if samples > 0 else facts.layout.samples)
-    job_record["degrees"] = {"dp_shard": facts.layout.shards, "cp": facts.layout.cp, "tp": facts.layout.tp}
-    trainer = {"step": step, "tokens": 1} | {key: value for key, value in job_record.items() if key not in left_out}
-    state = json.dumps({"step": step, "trainer": trainer, "ranks": [], "optimizer": {}}).encode()
-    target = folder / layout.step_name(step)
-    temporary = folders.create_temporary(target)
-    files = {layout.STATE: state, layout.METADATA: b""}
-    for name, data in files.items():
-        (temporary / name).write_bytes(data)
-    folders.write_file(temporary / layout.MANIFEST, layout.manifest_text(manifest_of(files, step)))
-    folders.publish(temporary, target)
 
 
 @pytest.fixture

@@ -5,10 +5,10 @@ from decimal import Decimal
 
 import pytest
 
-from tests.jobs.test_sft import sft_arguments, train_and_stop_after, write_rows
 from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
+from tests.support.sft_jobs import sft_arguments, train_and_stop_after, write_rows
 from torchtitan.config import manager
 from torchtitan.config.manager import ConfigError, to_toml
 from torchtitan.core.cadence import steps_of

@@ -16,8 +16,8 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from tests.repository.test_layering import FILES, PACKAGE
 from tests.support.hostile_paths import KINDS, in_child, make, outcomes
+from tests.support.package_sources import FILES, PACKAGE
 from torchtitan.adapters import peft_config
 from torchtitan.checkpoint import layout
 from torchtitan.commands.command_lines import PARSERS

@@ -12,8 +12,8 @@ import torch
 from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
-from tests.plans import test_combinations
 from tests.plans.combinations import COMPOSED, LAYOUTS, Combination
+from tests.support import table_rows
 from tests.support.pool import run_ranks
 from torchtitan.config.manager import load
 from torchtitan.core.float8 import E4M3, E5M2, Scaled, product, quantize
@@ -128,7 +128,7 @@ def test_the_kernel_takes_any_number_of_tokens(rowwise):
 
 def test_linears_of_blocks_are_converted():
     with torch.device("meta"):
-        plain = test_combinations.build_plain(Combination(model="deepseek"))
+        plain = table_rows.build_plain(Combination(model="deepseek"))
     use_float8(plain, PLAN, "rowwise", ["*.wo", "layers.0.*"], use_kernel=False)
     converted = {name for name, module in plain.named_modules() if isinstance(module, Float8Linear)}
     assert converted and all(name.startswith(("layers.1.", "layers.2.")) for name in converted)
@@ -156,9 +156,9 @@ def test_a_split_backward_computes_each_product_once(recipe, monkeypatch):
 
 def results_of_gathers(row: Combination) -> list:
     """Run a row with weights gathered in 8 bits, and in the type of the computation; return both results."""
-    narrow = test_combinations.run_row(row)
+    narrow = table_rows.run_row(row)
     with mock.patch.object(parallel_model, "gather_in_float8"):
-        return [narrow, test_combinations.run_row(row)]
+        return [narrow, table_rows.run_row(row)]
 
 
 @pytest.mark.parametrize(

@@ -6,19 +6,15 @@ import random
 import pytest
 from transformers import AutoTokenizer
 
+from tests.support.conversations import ANSWER, ONLY_TWO_ROLES, USER, qwen_like
 from tests.support.tokenizer_folders import KINDS, files_of, write
 from torchtitan.datasets.conversations import end_of_turn_ids
 from torchtitan.datasets.encoding import encode, prompt_ids, spelled_tokens_note
 from torchtitan.datasets.sources import BadRecord, Chat, DataError, Document
 from torchtitan.datasets.tokenizer import build_tokenizer
 
-USER, ANSWER = {"role": "user", "content": "What is 2 + 2?"}, {"role": "assistant", "content": "Four."}
 CALL = {"type": "function", "function": {"name": "add", "arguments": {"first": 2, "text": 'a "b"\né'}}}
 TOOLS = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
-ONLY_TWO_ROLES = """\
-{%- for m in messages %}{% if m.role == 'user' %}{{ '<|user|>' + m.content + '<|end|>' }}
-{%- elif m.role == 'assistant' %}{{ '<|assistant|>' }}{% generation %}{{ m.content + '<|end|>' }}{% endgeneration %}
-{%- endif %}{% endfor %}"""
 WITH_TOOLS = """\
 {%- if tools %}{{ '<|user|>' + tools | tojson(indent=2, sort_keys=true) + '<|end|>' }}{% endif %}
 {%- for m in messages %}
@@ -271,18 +267,6 @@ def test_spelled_tokens_are_said(tmp_path):
 
 
 # Begin tokens, and runs that began with an earlier version
-
-
-def qwen_like(path, **config):
-    files = files_of("byte level")
-    added = files["tokenizer.json"]["added_tokens"]
-    for place in (files["tokenizer.json"]["model"]["vocab"],):
-        place["<|endoftext|>"] = place.pop("<s>")
-    for entry in (added, files["tokenizer_config.json"]["added_tokens_decoder"].values()):
-        next(t for t in entry if t["content"] == "<s>")["content"] = "<|endoftext|>"
-    files["tokenizer_config.json"] |= {"bos_token": None, "chat_template": ONLY_TWO_ROLES} | config
-    files["special_tokens_map.json"] = {"eos_token": "</s>", "unk_token": "<unk>"}
-    return write(path, files)
 
 
 def test_a_null_begin_token_is_none(tmp_path):

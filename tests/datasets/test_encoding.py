@@ -1,6 +1,5 @@
 """Loss masks of documents: from records through spans and shards to labels and the loss."""
 
-import gzip
 import json
 import shutil
 from itertools import islice
@@ -11,11 +10,11 @@ import pytest
 import torch
 from torch.nn.functional import cross_entropy
 
-from tests.datasets.test_loader import global_samples, interleave, loader, rows
-from tests.datasets.test_tokenizer import KINDS
 from tests.support import jobs
+from tests.support.loaders import global_samples, interleave, loader, rows
 from tests.support.pool import run_ranks
-from torchtitan.commands import prepare
+from tests.support.shards import make_shards, records, segments, write
+from tests.support.tokenizers import KINDS
 from torchtitan.config import manager
 from torchtitan.datasets.encoding import encode
 from torchtitan.datasets.formats import to_document
@@ -29,43 +28,6 @@ from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 
 BYTES = build_tokenizer("bytes")
-
-
-def segments(*pairs):
-    return [{"text": content, "label": label} for content, label in pairs]
-
-
-def records(count=120, seed=0):
-    """Return conversations of uneven length.
-
-    Trained text is in capitals, so the ids show the mask. Every seventh record has no trained text.
-    """
-    rng = np.random.default_rng(seed)
-
-    def random_letters(first):
-        return "".join(map(chr, rng.integers(first, first + 26, rng.integers(1, 12))))
-
-    return [
-        segments(
-            *(
-                (random_letters(65 if answer else 97), bool(answer))
-                for _ in range(1 + i % 3)
-                for answer in (0, i % 7 > 0)
-            )
-        )
-        for i in range(count)
-    ]
-
-
-def write(path, values):
-    content = "".join(json.dumps({"text": value}) + "\n" for value in values).encode()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-    return path
-
-
-def make_shards(path, output, workers=1):
-    options = ["--dataset_path", str(path), "--tokenizer_path", "bytes", "--workers", str(workers)]
-    assert prepare.main([*options, "--output", str(output)]) == 0
 
 
 # Records to documents

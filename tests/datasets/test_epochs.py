@@ -11,11 +11,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from tests.datasets.test_encoding import make_shards, records, write
-from tests.datasets.test_loader import TOKENIZER, global_samples, interleave, loader, rows
-from tests.datasets.test_mixing import toml
 from tests.support import jobs
+from tests.support.loaders import TOKENIZER, global_samples, interleave, loader, rows
+from tests.support.mixtures import toml
 from tests.support.pool import run_ranks
+from tests.support.shards import make_shards, records, write
 from torchtitan.assembly.data import JobDatasets
 from torchtitan.commands import check, preview
 from torchtitan.config import manager

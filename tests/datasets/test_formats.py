@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.datasets.test_loader import loader, rows
+from tests.support.loaders import loader, rows
 from torchtitan.datasets import DATASETS
 from torchtitan.datasets.encoding import encode
 from torchtitan.datasets.formats import FORMATS, detect_format

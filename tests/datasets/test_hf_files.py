@@ -16,7 +16,7 @@ import sentencepiece
 import tokenizers
 from transformers import AutoTokenizer, GPT2Tokenizer, Qwen2Tokenizer
 
-from tests.datasets.test_tokenizer import ASSETS, KINDS, TEXTS, write
+from tests.support.tokenizers import ASSETS, KINDS, TEXTS, write
 from torchtitan.commands.preview import View
 from torchtitan.datasets.encoding import encode
 from torchtitan.datasets.sources import DataError, Document

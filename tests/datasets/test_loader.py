@@ -11,37 +11,21 @@ import numpy as np
 import pytest
 import torch
 
-from tests.datasets.test_token_shards import make as make_shards
 from tests.support.jobs import ROOT
+from tests.support.loaders import SEQ_LEN, TOKENIZER, global_samples, interleave, loader, rows, write_documents
+from tests.support.token_shards import make as make_shards
 from torchtitan.core.errors import JobError
-from torchtitan.datasets import open_source
-from torchtitan.datasets.loader import Loader, LoaderOptions, WeightedSource, WorkerOptions, build_loader, merge_states
-from torchtitan.datasets.record_format import RecordReader
+from torchtitan.datasets.loader import merge_states
 from torchtitan.datasets.samples import IGNORE, ShardPieces, next_token_arrays, next_token_pieces
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources.files import text
 from torchtitan.datasets.streams import IndexedStreams, Mixture
 from torchtitan.datasets.tokenizer import build_tokenizer
 
-TOKENIZER = build_tokenizer("bytes")
-SEQ_LEN = 16
-
 
 def workers_alive() -> list[multiprocessing.process.BaseProcess]:
     """Return this process's children, without the ranks of tests/support/pool.py."""
     return [child for child in multiprocessing.active_children() if type(child).__name__ != "ForkServerProcess"]
-
-
-def loader(dataset_path=None, dataset="text", sources=(), **options) -> Loader:
-    """Build a loader of one dataset, or of `sources` as (dataset, dataset_path, weight)."""
-    sources = sources or [(dataset, dataset_path, 1.0)]
-    opened = [
-        WeightedSource(name, open_source(name, str(path), RecordReader()), weight) for name, path, weight in sources
-    ]
-    state, tokenizer = options.pop("state", None), options.pop("tokenizer", TOKENIZER)
-    workers = WorkerOptions(**{name: options.pop(name) for name in WorkerOptions._fields if name in options})
-    samples = LoaderOptions(**(dict(seq_len=SEQ_LEN, local_batch_size=2) | options))
-    return build_loader(opened, tokenizer, samples, workers, state)
 
 
 @pytest.mark.parametrize(
@@ -54,15 +38,6 @@ def test_more_ranks_than_streams_log_the_cost(tmp_path, caplog, ranks, message):
     caplog.clear()
     loader(path, dp_size=ranks, dp_rank=1)
     assert not caplog.text
-
-
-def write_documents(path, count=150, seed=0):
-    rng = np.random.default_rng(seed)
-    texts = ["".join(map(chr, rng.integers(97, 123, rng.integers(1, 14)))) for _ in range(count)]
-    texts[3] = ""
-    content = "".join(json.dumps({"text": t}) + "\n" for t in texts).encode()
-    path.write_bytes(gzip.compress(content) if path.suffix == ".gz" else content)
-    return path
 
 
 @pytest.fixture(scope="module")
@@ -81,28 +56,6 @@ def data(tmp_path_factory):
 
 
 KINDS = ("indexed", "stream", "prepared")
-
-
-def rows(batch):
-    """Return a batch as a list of samples: (tokens, labels, positions, document_ids), each a list."""
-    names = ("tokens", "labels", "positions", "document_ids")
-    return list(zip(*(batch[name].tolist() for name in names), strict=True))
-
-
-def interleave(lists):
-    """Interleave the samples of the ranks into global order."""
-    return [row for samples in zip(*lists, strict=True) for row in samples]
-
-
-def global_samples(count, dp_size=1, **options):
-    """Return the first `count` samples in global order, read by `dp_size` ranks."""
-    per_rank = []
-    for rank in range(dp_size):
-        rank_loader = loader(dp_rank=rank, dp_size=dp_size, **options)
-        batches = islice(rank_loader, -(-count // (dp_size * options.get("local_batch_size", 2))))
-        per_rank.append([row for batch in batches for row in rows(batch)])
-        rank_loader.close()
-    return interleave(per_rank)[:count]
 
 
 # What is in a batch
@@ -525,7 +478,7 @@ def test_a_file_that_disappears_is_named(tmp_path):
 def test_exit_without_closing_is_quiet(data):
     code = (
         "import sys; sys.path.insert(0, '.')\n"
-        "from tests.datasets.test_loader import loader\n"
+        "from tests.support.loaders import loader\n"
         f"path = {str(data['stream']['dataset_path'])!r}\n"
         "for workers in (0, 1): batches = iter(loader(path, num_workers=workers)); next(batches)"
     )

@@ -6,8 +6,8 @@ import shutil
 import numpy as np
 import pytest
 
-from tests.datasets.test_encoding import segments, write
-from tests.datasets.test_messages import CHATML, LLAMA3, folder_with, unmarked
+from tests.support.chat_templates import CHATML, LLAMA3, folder_with, unmarked
+from tests.support.shards import segments, write
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.encoding import TRAIN_ON_ANSWERS, TrainOn, encode

@@ -8,10 +8,11 @@ from itertools import islice
 import numpy as np
 import pytest
 
-from tests.datasets.test_encoding import make_shards, records, write
-from tests.datasets.test_loader import global_samples, interleave, loader, rows
 from tests.support import jobs
+from tests.support.loaders import global_samples, interleave, loader, rows
+from tests.support.mixtures import toml
 from tests.support.pool import run_ranks
+from tests.support.shards import make_shards, records, write
 from torchtitan.assembly.data import JobDatasets
 from torchtitan.config import manager
 from torchtitan.config.options import ConfigError
@@ -202,15 +203,6 @@ def test_a_state_of_other_sources_is_refused(data):
 
 
 # Jobs
-
-
-def toml(path, section, sources):
-    tables = [
-        f'[[{section}.sources]]\ndataset = "{name}"\ndataset_path = "{where}"\nweight = {weight}\n'
-        for name, where, weight in sources
-    ]
-    path.write_text("\n".join(tables))
-    return path
 
 
 def test_a_job_trains_on_a_mixture_and_resumes_on_other_ranks(data, tmp_path):

@@ -6,9 +6,9 @@ from itertools import cycle, islice
 
 import pytest
 
-from tests.datasets.test_encoding import write
-from tests.datasets.test_loader import SEQ_LEN, TOKENIZER, global_samples, loader
 from tests.support.judged import lines
+from tests.support.loaders import SEQ_LEN, TOKENIZER, global_samples, loader
+from tests.support.shards import write
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.loader import merge_states
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from tests.jobs.test_sft import sft_arguments, write_rows
 from tests.support import jobs
 from tests.support.jobs import arguments, write_texts
+from tests.support.sft_jobs import sft_arguments, write_rows
 from torchtitan.assembly.data import JobDatasets
 from torchtitan.commands import prepare
 from torchtitan.config import manager

@@ -1,38 +1,21 @@
 """Folders of pretokenized blocks with an args.json: a sample is a block, and faults of a folder are reported."""
 
-import json
 from itertools import islice
 
-import datasets as hub
-import numpy as np
 import pyarrow
 import pyarrow.ipc
 import pytest
 import torch
 
-from tests.datasets.test_loader import loader
 from tests.support import judged
 from tests.support.judged import lines
+from tests.support.loaders import loader
+from tests.support.saved_blocks import LENGTH, blocks, save
 from torchtitan.datasets import DATASETS
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.datasets.sources import DataError
 
 anywhere = judged.anywhere
-LENGTH = 16
-
-
-def blocks(count=40, length=LENGTH, largest=255):
-    return np.random.default_rng(0).integers(0, largest, (count, length)).tolist()
-
-
-def save(folder, ids=None, split=None, **overrides):
-    """Write a folder in the format of pretokenize.py."""
-    table = hub.Dataset.from_dict({"input_ids": blocks() if ids is None else ids})
-    dataset = table if split is None else hub.DatasetDict({"train": table, split: table.select(range(8))})
-    dataset.save_to_disk(folder)
-    about = {"tokenizer": "bytes", "dataset": "wikitext", "text_field": "text", "sequence_length": LENGTH} | overrides
-    (folder / "args.json").write_text(json.dumps(about))
-    return folder
 
 
 @pytest.mark.parametrize("mask", [False, True])

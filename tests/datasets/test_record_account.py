@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.datasets.test_messages import folder_with
+from tests.support.chat_templates import folder_with
 from torchtitan.commands import prepare
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source

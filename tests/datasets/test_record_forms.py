@@ -12,7 +12,7 @@ from collections import Counter
 import numpy as np
 import pytest
 
-from tests.datasets.test_messages import folder_with
+from tests.support.chat_templates import folder_with
 from tests.support.record_forms import FORMS, Talk
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_hub_dataset

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import torch
 
-from tests.datasets.test_encoding import make_shards, records, write
-from tests.datasets.test_loader import TOKENIZER, interleave, loader, rows
 from tests.support import jobs
 from tests.support.judged import lines
+from tests.support.loaders import TOKENIZER, interleave, loader, rows
+from tests.support.shards import make_shards, records, write
 from torchtitan.assembly.data import JobDatasets
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config import manager

@@ -8,12 +8,12 @@ import logging
 
 import pytest
 
-from tests.losses.test_classification import DEEPER, ROBERTA, TWO_CLASSES, validations
-from tests.losses.test_classification import job_arguments as class_arguments
-from tests.losses.test_preference import BYTES, dpo_arguments, validation_losses, write_pairs
 from tests.support import jobs, judged
+from tests.support.classification_jobs import DEEPER, ROBERTA, TWO_CLASSES, validations
+from tests.support.classification_jobs import job_arguments as class_arguments
 from tests.support.judged import CP, EP, MOE, PP, TP, lines
 from tests.support.pool import run_ranks
+from tests.support.preference_jobs import BYTES, dpo_arguments, validation_losses, write_pairs
 from torchtitan.assembly.data import JobDatasets
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError

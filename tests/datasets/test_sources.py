@@ -14,21 +14,10 @@ import pytest
 import zstandard
 
 from tests.support import judged
+from tests.support.text_sources import TEXTS, documents, lines, refusal, write
 from torchtitan.datasets import DATASETS, Dataset
-from torchtitan.datasets.sources import MAX_LISTED_FILES, DataError, Document, IndexedSource, SequentialSource, files
+from torchtitan.datasets.sources import MAX_LISTED_FILES, DataError, IndexedSource, SequentialSource, files
 from torchtitan.datasets.sources.files import KINDS, PIECE, TextFile, open_text_files, text
-
-TEXTS = ["first", "zweites Dokument: äöü", "", "三番目", "last\nwith two lines"]
-
-
-def lines(texts=TEXTS, field="text"):
-    return b"".join(json.dumps({"id": i, field: t}).encode() + b"\n" for i, t in enumerate(texts))
-
-
-def write(path, content):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(content)
-    return path
 
 
 def write_parquet(path, texts=TEXTS, field="text", **options):
@@ -43,21 +32,6 @@ WRITERS = {
     "c.jsonl.zst": lambda path: write(path, zstandard.compress(lines())),
     "d.parquet": lambda path: write_parquet(path, row_group_size=2),
 }
-
-
-def documents(path, field="text"):
-    """Return texts and errors of a source."""
-    return [item.text if isinstance(item, Document) else item for item in text(str(path), field).documents()]
-
-
-def refusal(path, field="text"):
-    """The message for a source that cannot be used, or has a bad record."""
-    with pytest.raises(DataError) as error:
-        source = text(str(path), field)
-        for item in source.documents():
-            if isinstance(item, DataError):
-                raise item
-    return str(error.value)
 
 
 # Formats

@@ -10,7 +10,7 @@ import pyarrow
 import pyarrow.feather
 import pytest
 
-from tests.datasets.test_sources import TEXTS, documents, lines, refusal, write
+from tests.support.text_sources import TEXTS, documents, lines, refusal, write
 from torchtitan.datasets import DATASETS
 from torchtitan.datasets.sources import DataError, Document, IndexedSource, files
 from torchtitan.datasets.sources.files import JsonArray, text

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tests.datasets.test_messages import folder_with
+from tests.support.chat_templates import folder_with
 from torchtitan.datasets.encoding import encode
 from torchtitan.datasets.sources import BadRecord, Chat, DataError, Document
 from torchtitan.datasets.tokenizer import build_tokenizer

@@ -6,20 +6,9 @@ import shutil
 import numpy as np
 import pytest
 
+from tests.support.token_shards import VOCABULARY, make
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import BlockReader, ShardWriter, TokenShards, tokens
-
-VOCABULARY = 258
-
-
-def make(folder, documents, vocab_size=VOCABULARY, shard_tokens=100):
-    """Write token shards."""
-    folder.mkdir()
-    writer = ShardWriter(folder, vocab_size, shard_tokens)
-    for document in documents:
-        writer.write(document)
-    writer.finish(tokenizer="f" * 64, tokenizer_path="bytes")
-    return folder
 
 
 def random_documents(count=30, seed=0):

@@ -5,8 +5,8 @@ from itertools import islice
 
 import pytest
 
-from tests.datasets.test_conversations import ANSWER, USER, qwen_like
-from tests.datasets.test_loader import loader
+from tests.support.conversations import ANSWER, USER, qwen_like
+from tests.support.loaders import loader
 from torchtitan.checkpoint import base_weights
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError

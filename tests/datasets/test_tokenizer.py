@@ -15,20 +15,10 @@ import sentencepiece
 import tiktoken
 import tokenizers
 
+from tests.support.tokenizers import ASSETS, KINDS, TEXTS, write
 from torchtitan.datasets.tokenizer import TokenizerError, build_tokenizer, byte_level
 from torchtitan.datasets.tokenizer import base as tokenizer_base
 from torchtitan.datasets.tokenizer.byte_level import TiktokenTokenizer
-
-ASSETS = Path(__file__).parents[1] / "assets/tokenizer"
-KINDS = ["bytes", str(ASSETS / "tiktoken.model"), str(ASSETS / "sentencepiece.model"), str(ASSETS / "tokenizer.json")]
-TEXTS = {
-    "empty": "",
-    "code": "def f(x: int) -> str:\n    return f'{x:>8}'  # eight\n\n\nclass A:\n\tpass\n",
-    "unicode": "Grüße, 你好, мир, 👩‍👩‍👧 e\u0301 \u200b\ufeff ﷽",
-    "blanks": "  \n\n\t  \r\n a   b    c\n" + " " * 300 + "\n" * 300 + "x ",
-    "control": "\x00\x01\x7f\x85",
-    "special": "<s></s><|begin_of_text|><|end_of_text|><unk><0x0A><|reserved_special_token_0|>",
-}
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=lambda path: Path(path).name)
@@ -132,11 +122,6 @@ def test_pieces_limit_the_length_of_runs():
     assert "".join(pieces) == text
     assert max(len(run) for piece in pieces for run in piece.split()) <= 2 * byte_level.RUN
     assert max(len(piece) - len(piece.strip()) for piece in pieces) <= 2 * byte_level.RUN
-
-
-def write(path: Path, content: str | bytes) -> str:
-    path.write_bytes(content.encode() if isinstance(content, str) else content)
-    return str(path)
 
 
 def test_kind_is_read_from_the_content(tmp_path):

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from tests.jobs.test_expert_jobs import EP
-from tests.jobs.test_expert_jobs import JOB as DEEPSEEK
 from tests.support import jobs
+from tests.support.damaged_shards import OF_OPTIMIZER
+from tests.support.expert_jobs import EP
+from tests.support.expert_jobs import JOB as DEEPSEEK
 from tests.support.pool import run_ranks
 from torchtitan.config import manager
 from torchtitan.core.random_draws import local_part
@@ -110,13 +111,6 @@ def job(folder, texts, **options):
     return jobs.arguments(folder, texts, **every | options)
 
 
-OF_OPTIMIZER = {
-    "AdamWBF16": dict(training__dtype="bfloat16", training__mixed_precision_param="bfloat16")
-    | dict(optimizer__options='{rounding="stochastic"}'),
-    "APOLLO": dict(optimizer__options="{rank=4, update_gap=2}"),
-    "GaLore": dict(optimizer__options='{rank=4, update_gap=2, basis="rsvd"}'),
-}
-"""Options that optimizers need in a job this small; bases are redrawn within its steps."""
 WEIGHT, NORM = "layers.1.attention.wq.weight", "layers.1.attention_norm.weight"
 NOT_KNOWN = "ranks 0, 1 differ, and which is right is not known in "
 FLIPS = {

@@ -6,12 +6,12 @@ import math
 import pytest
 import torch
 
-from tests.guards.test_checksums import OF_OPTIMIZER
-from tests.guards.test_guards import PLANS, options
-from tests.jobs.test_relora_jobs import RELORA
 from tests.support import jobs, judged
+from tests.support.damaged_shards import OF_OPTIMIZER
+from tests.support.guarded_jobs import PLANS, options
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
+from tests.support.relora_jobs import RELORA
 from torchtitan.config import manager
 from torchtitan.core.random_draws import local_part
 from torchtitan.guards import BadStep

@@ -6,9 +6,8 @@ import random
 
 import pytest
 
-from tests.jobs.test_expert_jobs import EP
-from tests.jobs.test_expert_jobs import JOB as DEEPSEEK
 from tests.support import jobs, judged
+from tests.support.guarded_jobs import PLANS, options
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from torchtitan.config import manager
@@ -195,20 +194,6 @@ def train_with_fault(argv, error_kind, once=False, stops=False):
 @pytest.fixture(scope="module")
 def texts(tmp_path_factory):
     return jobs.write_texts(tmp_path_factory.mktemp("texts"))
-
-
-def options(**more):
-    return dict(training__local_batch_size=4, training__steps=8, checkpoint__enable=True, checkpoint__interval=3) | more
-
-
-DDP = dict(parallelism__data_parallel_replicate_degree=2, parallelism__data_parallel_shard_degree=1)
-PLANS = {
-    "FSDP": {},
-    "DDP": DDP,
-    "PP": dict(parallelism__pipeline_parallel_degree=2),
-    "TP": dict(parallelism__tensor_parallel_degree=2),
-    "EP": DEEPSEEK | EP,
-}
 
 
 @pytest.mark.parametrize("plan", PLANS)

@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from tests.support import jobs
+from tests.support.expert_jobs import EP, JOB, PP, SIZES
 from tests.support.pool import RankFailed, run_ranks
 from torchtitan.config import manager
 from torchtitan.metrics.logger import tags_of
@@ -14,11 +15,7 @@ from torchtitan.parallelisms.pipeline.cut import SCHEDULES
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 
-SIZES = "{dim=32, n_layers=4, n_heads=2, kv_lora_rank=16, qk_nope_head_dim=8, qk_rope_head_dim=8, v_head_dim=8, "
 SIZES += "ffn_dim=48, expert_dim=16, vocab_size=260, bias_rate=0.001}"
-# Slow enough that no choice of experts is so near a tie that another order of float32 sums decides it.
-JOB = dict(model__name="deepseek", model__overrides=SIZES, optimizer__lr=1e-3)
-EP, PP = dict(parallelism__expert_parallel_degree=2), dict(parallelism__pipeline_parallel_degree=2)
 HALF = dict(training__local_batch_size=4)
 OVERLAP = EP | PP | HALF | dict(parallelism__pipeline_parallel_schedule="DualPipeV")
 OVERLAP |= dict(parallelism__pipeline_parallel_expert_parallel_overlap=True)

@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
-from tests.datasets.test_messages import LLAMA3, folder_with, messages
 from tests.support import jobs
+from tests.support.chat_templates import LLAMA3, folder_with, messages
 from tests.support.pool import run_ranks
 from torchtitan import cli
 

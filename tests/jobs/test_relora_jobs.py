@@ -7,29 +7,15 @@ import pytest
 import torch
 
 from tests.plans.combinations import Combination
-from tests.plans.test_combinations import assembled
 from tests.support.jobs import arguments, full, train, write_texts
 from tests.support.pool import run_ranks
+from tests.support.relora_jobs import RELORA
+from tests.support.table_rows import assembled
 from torchtitan.adapters.low_rank import low_rank_modules, merge_product
 from torchtitan.config import manager
 from torchtitan.planner.time.traffic import Traffic
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
-
-RELORA = {
-    "adapter.kind": "lora",
-    "adapter.rank": 4,
-    "adapter.target": '["*attention*", "*feed_forward*"]',
-    "adapter.train_dense_rest": True,
-    "adapter.relora.every": 10,
-    "adapter.relora.reset": "magnitude",
-    "lr_scheduler.decay_type": "relora_cosine",
-    "lr_scheduler.warmup_steps": 5,
-    "lr_scheduler.restart_warmup_steps": 5,
-    "lr_scheduler.total_steps": 40,
-    "training.steps": 23,
-    "optimizer.lr": 1e-2,
-}
 
 
 def job(folder, texts, **options):

@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from scripts import compare_relora
-from tests.datasets.test_pretokenized import save
 from tests.support.jobs import full, logged_steps
 from tests.support.pool import run_ranks
+from tests.support.saved_blocks import save
 from torchtitan.config import manager
 from torchtitan.plugins.importers import parse, split
 from torchtitan.plugins.importers.command import translate

@@ -16,7 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.test_multi_node import (
+from tests.support import jobs
+from tests.support.launched_ranks import nothing_is_left, started
+from tests.support.machines import (
     FINISH_AFTER_RESTART,
     NO_SIGNALS,
     queue,
@@ -25,9 +27,7 @@ from tests.launcher.test_multi_node import (
     wait_for_all,
     wait_until_ready,
 )
-from tests.launcher.test_nodes import free_port
-from tests.launcher.test_processes import nothing_is_left, started
-from tests.support import jobs
+from tests.support.ports import free_port
 from tests.support.proxy import Proxy
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import admission, connection, multi_node

@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.config.test_changes import checkpoint
 from tests.support import jobs
+from tests.support.changed_jobs import checkpoint
 from torchtitan import launch, train
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError

@@ -13,8 +13,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from tests.launcher.test_processes import RANK, end, has_ended, lines, nothing_is_left, ready, start  # noqa: F401
 from tests.support import jobs
+from tests.support.launched_ranks import RANK, end, has_ended, lines, nothing_is_left, ready, start  # noqa: F401
 from torchtitan.launcher import hangs
 from torchtitan.launcher.forks import FORKS, ForkedRank, ForkServer
 from torchtitan.launcher.processes import Processes

@@ -6,8 +6,8 @@ import time
 
 import pytest
 
-from tests.launcher.test_processes import end, nothing_is_left, ready
-from tests.launcher.test_restarts import supervise
+from tests.support.launched_ranks import end, nothing_is_left, ready
+from tests.support.restarted_ranks import supervise
 from torchtitan.launcher import hangs
 from torchtitan.launcher.hangs import AwakeClock
 

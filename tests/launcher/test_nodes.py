@@ -2,7 +2,6 @@
 that listens elsewhere than at HEAD_ADDR."""
 
 import os
-import random
 import signal
 import socket
 import subprocess
@@ -12,9 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.test_processes import LOOPBACK, has_ended, listening
 from tests.support import jobs
+from tests.support.launched_ranks import LOOPBACK, has_ended, listening
 from tests.support.pool import run_alone, run_ranks
+from tests.support.ports import free_port
 from tests.support.proxy import Proxy
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
@@ -25,15 +25,6 @@ from torchtitan.process import distributed, ranks
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import Launcher, Ranks, variables_of
 from torchtitan.training.trainer import Trainer
-
-
-def free_port() -> int:
-    """Return a free port below Linux's range of ephemeral ports, so no other connection gets it meanwhile."""
-    while True:
-        port = random.SystemRandom().randrange(20000, 30000)  # parallel test workers get different ones
-        with socket.socket() as probe, suppress(OSError):
-            probe.bind(("127.0.0.1", port))
-            return port
 
 
 def start(argv: list[str], head: str = "127.0.0.1") -> list[subprocess.Popen]:

@@ -7,10 +7,10 @@ import signal
 
 import pytest
 
-from tests.launcher.test_nodes import free_port
-from tests.launcher.test_processes import RANK, has_ended, nothing_is_left, started
 from tests.support import jobs
 from tests.support.forked_job import Program
+from tests.support.launched_ranks import RANK, has_ended, nothing_is_left, started
+from tests.support.ports import free_port
 from torchtitan.metrics.json_lines import read_records
 
 assert nothing_is_left  # a fixture, for all tests here too

@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.checkpoint.test_layout import make_step
 from tests.support import jobs, judged
+from tests.support.checkpoint_folders import make_step
 from tests.support.checkpoint_job import Job, rank, saved_steps
 from tests.support.judged import lines
 from tests.support.pool import RankFailed, run_ranks

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.launcher.test_processes import lines, nothing_is_left, started
 from tests.support import jobs
 from tests.support.forked_job import Program
+from tests.support.launched_ranks import lines, nothing_is_left, started
 from torchtitan.config import manager
 from torchtitan.metrics.json_lines import read_records
 

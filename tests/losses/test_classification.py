@@ -11,6 +11,7 @@ import torch
 from transformers import AutoModelForSequenceClassification
 
 from tests.support import jobs, judged
+from tests.support.classification_jobs import DEEPER, ROBERTA, SIZES, TWO_CLASSES, job_arguments, validations
 from tests.support.judged import TP, lines
 from tests.support.pool import run_ranks
 from torchtitan import cli
@@ -27,26 +28,6 @@ from torchtitan.training.inference_model import load_model
 
 anywhere = judged.anywhere
 MODELS = ("gpt2", "opt", "roberta")
-SIZES = "{dim=64, n_layers=2, n_heads=4, ffn_dim=128, vocab_size=2048, max_seq_len=64, n_classes=2}"
-DEEPER = SIZES.replace("n_layers=2", "n_layers=4")
-
-
-def job_arguments(folder, model, **options):
-    settings = dict(model__name=model, model__overrides=SIZES, model__tokenizer_path="debug", task__kind="seq_cls")
-    settings |= dict(training__dataset="sentiment", training__seq_len=64, training__local_batch_size=96)
-    settings |= dict(training__global_batch_size=96, validation__enable=True, validation__samples=0)
-    settings |= dict(validation__dataset="sentiment_validation", validation__local_batch_size=96)
-    settings |= dict(training__steps=110, validation__freq=110, optimizer__lr=3e-3, lr_scheduler__warmup_steps=10)
-    return [
-        argument
-        for argument in jobs.arguments(folder, "", **settings | options)
-        if not argument.endswith("dataset_path=")
-    ]
-
-
-def validations(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row for row in rows if "validation_loss" in row]
 
 
 @pytest.fixture(scope="module")
@@ -190,10 +171,6 @@ def test_with_an_adapter_the_new_head_must_be_trained():
     ]
     assert lines(*ROBERTA, TWO_CLASSES, *lora, '--adapter.train_fully=["norm.dense.*", "output.*"]') == []
     assert lines(*ROBERTA, TWO_CLASSES, *lora, "--adapter.train_dense_rest") == []
-
-
-ROBERTA = ("--model.name=roberta", "--training.seq_len=64", "--task.kind=seq_cls", "--training.dataset=sentiment")
-TWO_CLASSES = "--model.overrides={n_classes = 2}"
 
 
 def test_faults_of_classification_jobs(anywhere):

@@ -9,9 +9,10 @@ import torch
 import torch.distributed as dist
 
 from tests.plans.combinations import Combination
-from tests.plans.test_combinations import SAMPLES, assembled, batch, build_with_initial_weights, local_batch_size
 from tests.support.jobs import full
 from tests.support.pool import run_ranks
+from tests.support.table_rows import assembled, batch, build_with_initial_weights, local_batch_size
+from torchtitan.contract.step import SAMPLES
 from torchtitan.datasets.samples import global_sample_numbers
 from torchtitan.losses.log_probs import LogProbObjective, LossError, LossInputs, try_function
 from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy, entropies

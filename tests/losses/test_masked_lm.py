@@ -9,6 +9,7 @@ from transformers import RobertaConfig, RobertaForMaskedLM
 from tests.support import jobs, judged
 from tests.support.hf_parity import build, twin
 from tests.support.judged import lines
+from tests.support.masked_lm_jobs import SPECIAL, job_arguments
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import ROBERTA
 from torchtitan import cli
@@ -119,18 +120,6 @@ def test_masks_depend_on_sample_and_step_and_not_on_the_rank():
     ):
         agree = ((other["labels"] != IGNORE_INDEX) == (full_batch["labels"] != IGNORE_INDEX)).float().mean()
         assert 0.7 < agree.item() < 0.78  # independent masks agree on 0.15^2 + 0.85^2 = 0.745
-
-
-SPECIAL = "<|reserved_special_token_0|>"
-SIZES = "{dim=32, n_layers=4, n_heads=4, ffn_dim=64, vocab_size=2048, max_seq_len=32, dropout=0.1}"
-
-
-def job_arguments(folder, texts, **options):
-    settings = dict(model__name="roberta", model__overrides=SIZES, model__tokenizer_path="debug")
-    settings |= dict(task__kind="masked_lm", task__mask_token=SPECIAL, training__steps=4, optimizer__lr=1e-3)
-    settings |= dict(validation__enable=True, validation__dataset="text", validation__dataset_path=texts)
-    settings |= dict(validation__samples=12, validation__freq=2, validation__local_batch_size=2)
-    return jobs.arguments(folder, texts, **settings | options)
 
 
 def losses_of_run(folder):

@@ -10,10 +10,10 @@ import json
 import pytest
 import torch
 
-from tests.losses.test_preference import BYTES, dpo_arguments, write_pairs
 from tests.support import jobs
 from tests.support.judged import PP, lines
 from tests.support.pool import RankFailed, run_ranks
+from tests.support.preference_jobs import BYTES, dpo_arguments, write_pairs
 from torchtitan import cli
 from torchtitan.assembly.data import JobDatasets
 from torchtitan.assembly.parts import ModelBuilder

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard
 from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
+from tests.support.preference_jobs import BYTES, dpo_arguments, validation_losses, write_pairs
 from torchtitan.assembly.data import JobDatasets
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config import manager
@@ -43,7 +44,6 @@ from torchtitan.training.inference_model import load_model
 from torchtitan.training.reference_logprobs import FILE, MODEL, References, digests_of, load_references
 
 anywhere = judged.anywhere
-BYTES = build_tokenizer("bytes")
 
 
 # Losses
@@ -254,26 +254,6 @@ def test_a_new_pair_tokenization_version_tokenizes_pairs_again(tmp_path, monkeyp
 # Jobs
 
 
-def write_pairs(path):
-    """Write pairs that prefer "yes" to "no" for every random question."""
-    rng = np.random.default_rng(0)
-    rows = []
-    for _ in range(40):
-        question = "".join(map(chr, rng.integers(97, 123, rng.integers(1, 9))))
-        rows.append({"prompt": f"{question}? ", "chosen": "yes" * int(rng.integers(1, 3)), "rejected": "no"})
-    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    return path
-
-
-def dpo_arguments(folder, rows, **options):
-    """Return the arguments of a small DPO job on a file of pairs."""
-    settings = dict(task__kind="dpo", training__seq_len=24, training__local_batch_size=2, training__global_batch_size=4)
-    settings |= dict(training__steps=8)
-    settings |= dict(validation__enable=True, validation__split=0.2, validation__samples=0, validation__freq=4)
-    settings |= dict(validation__local_batch_size=1, optimizer__lr=3e-3, checkpoint__enable=True)
-    return jobs.arguments(folder, rows, **settings | options)
-
-
 @pytest.fixture(scope="module")
 def one_rank_run(tmp_path_factory):
     """Train on one rank; return the records, the logged steps, and the run's folder."""
@@ -281,11 +261,6 @@ def one_rank_run(tmp_path_factory):
     rows = write_pairs(folder / "rows.jsonl")
     ((steps, _),) = run_ranks(1, jobs.train, dpo_arguments(folder / "one", rows))
     return rows, steps, folder / "one"
-
-
-def validation_losses(folder):
-    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    return [row["validation_loss"] for row in rows if "validation_loss" in row]
 
 
 def test_the_loss_starts_at_ln_2_and_the_margin_rises(one_rank_run):

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 import torch
 
-from tests.datasets.test_loader import loader, write_documents
 from tests.support import judged
 from tests.support.judged import CP, PP, lines
+from tests.support.loaders import loader, write_documents
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.manager import load
 from torchtitan.datasets.samples import global_sample_numbers

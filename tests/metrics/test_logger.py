@@ -7,24 +7,15 @@ import math
 import re
 import time
 import types
-from dataclasses import fields
 
 import pytest
 import torch
 
+from tests.support.logged_runs import Clock, build, png_size, write_run
 from torchtitan.metrics import console, device, plot
 from torchtitan.metrics.curves import smoothed
 from torchtitan.metrics.json_lines import JsonLinesWriter, read_records
-from torchtitan.metrics.logger import LogOptions, MetricsLogger, RunConstants, tags_of
-
-CPU = torch.device("cpu")
-
-
-class Clock:
-    now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+from torchtitan.metrics.logger import MetricsLogger, tags_of
 
 
 class Recorder:
@@ -38,23 +29,6 @@ class Recorder:
 
     def close(self):
         self.closed = True
-
-
-def build(folder, clock=None, **options) -> MetricsLogger:
-    """Return a logger; `options` are its arguments, and fields of its workload and of its log options."""
-    workload = dict(
-        total_steps=10,
-        device=CPU,
-        compute_dtype=torch.bfloat16,
-        world_size=2,
-        num_parameters=8_030_000_000,
-        flops_per_token_full=57.91e9,
-        flops_per_token_causal=51.47e9,
-    )
-    log_options = {field.name: options.pop(field.name) for field in fields(LogOptions) if field.name in options}
-    workload |= {field.name: options.pop(field.name) for field in fields(RunConstants) if field.name in options}
-    arguments = dict(writes=True, clock=clock or Clock()) | options
-    return MetricsLogger(folder, RunConstants(**workload), LogOptions(**{"log_freq": 4} | log_options), **arguments)
 
 
 def train(metrics: MetricsLogger, clock: Clock, first: int, last: int, seconds: float = 0.5) -> None:
@@ -371,19 +345,6 @@ def test_additional_losses_have_tags():
 
 
 # The plot
-
-
-def write_run(path, losses, **changes):
-    file = JsonLinesWriter(path, None)
-    for step, loss in enumerate(losses, start=1):
-        file.write({"step": step, "loss": loss, "lr": 1e-3 / step, "tokens_per_second": 5000.0} | changes)
-    file.close()
-
-
-def png_size(path) -> tuple[int, int]:
-    head = path.read_bytes()[:24]
-    assert head[:8] == b"\x89PNG\r\n\x1a\n"
-    return int.from_bytes(head[16:20], "big"), int.from_bytes(head[20:24], "big")
 
 
 @pytest.mark.filterwarnings("error")

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tests.metrics.test_logger import png_size, write_run
+from tests.support.logged_runs import png_size, write_run
 from torchtitan import cli
 from torchtitan.commands import report
 

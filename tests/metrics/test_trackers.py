@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.metrics.test_logger import build
 from tests.support import jobs
 from tests.support.judged import anywhere, lines  # noqa: F401
+from tests.support.logged_runs import build
 from tests.support.pool import run_ranks
 from torchtitan.metrics.logger import histogram
 from torchtitan.metrics.trackers import interface

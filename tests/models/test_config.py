@@ -11,35 +11,19 @@ import torch
 from safetensors.torch import save_file
 from transformers import (
     AutoModelForCausalLM,
-    DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV3ForCausalLM,
-    Gemma3TextConfig,
-    GPT2Config,
-    LlamaConfig,
-    MistralConfig,
-    OPTConfig,
-    Qwen2Config,
-    Qwen3Config,
-    Qwen3MoeConfig,
-    RobertaConfig,
 )
 
+from tests.support.family_folders import SHAPES
 from tests.support.hf_parity import build, close, eager, refuse_config, tokens_for
 from tests.support.jobs import ROOT
 from tests.support.judged import lines
 from tests.support.tiny_decoders import (
     DEEPSEEK,
-    GEMMA3,
-    GPT2,
     LLAMA,
-    MISTRAL,
     MULTI_TOKEN,
-    OPT,
-    QWEN2,
-    QWEN3,
     QWEN3_MOE,
-    ROBERTA,
 )
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
@@ -51,25 +35,6 @@ from torchtitan.models.llama import RopeScaling
 from torchtitan.models.spec import MODELS
 from torchtitan.training import inference_model
 
-SHAPES = {
-    "llama2": (LLAMA["llama2"], LlamaConfig),
-    "llama3": (LLAMA["llama3"], LlamaConfig),
-    "llama3.1": (LLAMA["llama3.1"], LlamaConfig),
-    "llama3.2": (LLAMA["llama3.2"], LlamaConfig),
-    "deepseek v2": (DEEPSEEK["v2"], DeepseekV2Config),
-    "deepseek v3": (DEEPSEEK["v3"], DeepseekV3Config),
-    "deepseek plain": (DEEPSEEK["v3 plain"], DeepseekV3Config),
-    "gemma3": (GEMMA3["plain"], Gemma3TextConfig),
-    "gemma3 scaled": (GEMMA3["scaled, not tied"], Gemma3TextConfig),
-    "gpt2": (GPT2["words"], GPT2Config),
-    "mistral": (MISTRAL["window"], MistralConfig),
-    "opt": (OPT["words"], OPTConfig),
-    "opt 350M": (OPT["350M"], OPTConfig),
-    "qwen2": (QWEN2["plain"], Qwen2Config),
-    "qwen3": (QWEN3["plain"], Qwen3Config),
-    "qwen3_moe": (QWEN3_MOE["published"], Qwen3MoeConfig),
-    "roberta": (ROBERTA["words"], RobertaConfig),
-}
 NEVER_IN_A_CONFIG = ("multiple_of", "ffn_dim_multiplier", "n_kv_heads", "bias_rate", "mtp_loss_weight")
 
 

@@ -3,9 +3,9 @@
 import pytest
 import torch
 
-from tests.jobs.test_sft import sft_arguments, write_rows
 from tests.support import jobs
 from tests.support.pool import run_ranks
+from tests.support.sft_jobs import sft_arguments, write_rows
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError

@@ -13,8 +13,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from tests.models.test_config import SHAPES
 from tests.support import jobs
+from tests.support.family_folders import SHAPES
 from tests.support.hf_parity import eager
 from tests.support.pool import run_ranks
 from torchtitan import cli

@@ -17,8 +17,8 @@ from typing import Any
 
 from tests.plans.combinations import Combination
 from tests.plans.combinations_optimizers import KINDS
-from tests.plans.test_combinations import MICRO_SIZE, MICRO_SIZES
 from tests.support import jobs
+from tests.support.table_rows import MICRO_SIZE, MICRO_SIZES
 from torchtitan.config.manager import load
 from torchtitan.models import SIZES
 from torchtitan.rules import check

@@ -7,9 +7,10 @@ import pytest
 import torch
 from torch import nn
 
-from tests.optimizers.test_moments import random
 from tests.support import jobs, recorded_optimizers
+from tests.support.galore_steps import ADAM, Matrix, build_galore, take_steps
 from tests.support.pool import run_ranks
+from tests.support.random_tensors import random
 from torchtitan.checkpoint.tensors import optimizer_state
 from torchtitan.config.manager import load
 from torchtitan.core import random_draws
@@ -23,32 +24,7 @@ from torchtitan.rules import Facts
 from torchtitan.rules.optimization import trained_matrices
 from torchtitan.training.trainer import Trainer
 
-ADAM = dict(beta1=0.9, beta2=0.999, eps=1e-8)
 PLAIN = dict(targets=["*"], scale=1.0, update_gap=10**6)
-
-
-class Matrix(nn.Module):
-    def __init__(self, *shape, bias=0):
-        super().__init__()
-        self.weight = nn.Parameter(random(*shape, dtype=torch.float64))
-        if bias:
-            self.bias = nn.Parameter(random(bias, seed=5, dtype=torch.float64))
-
-
-def build_galore(model, name="GaLore", lr=0.01, decay=0.1, **options):
-    """Build an optimizer, GaLore by default, for all parameters of a model."""
-    adafactor_beta2 = {"beta2": 0.95} if options.get("inner") == "adafactor" else {}
-    settings = dict(shared=ADAM | adafactor_beta2, weight_decay=decay, options=options)
-    return build_optimizers([model], name=name, lr=lr, **settings).optimizers[0]
-
-
-def take_steps(model, optimizer, steps=5, gradient=lambda step, p: random(*p.shape, seed=step, dtype=p.dtype)):
-    """Take optimizer steps with gradients of a function of (step, parameter); return the model."""
-    for step in range(steps):
-        for parameter in model.parameters():
-            parameter.grad = gradient(step, parameter)
-        optimizer.step()
-    return model
 
 
 def orthogonal(n, seed=3):

@@ -14,6 +14,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from transformers.optimization import Adafactor as TheirAdafactor
 
 from tests.support.pool import run_ranks
+from tests.support.random_tensors import random
 from tests.support.recorded_optimizers import PACKED, normal, recorded, scaled
 from torchtitan.checkpoint.tensors import optimizer_state
 from torchtitan.core import fused, random_draws
@@ -26,10 +27,6 @@ from torchtitan.optimizers.moments import BLOCK, Adam, Packed, code_table, codeb
 
 SETTINGS = dict(lr=0.01, weight_decay=0.1, shared=dict(beta1=0.9, beta2=0.95, eps=1e-8))
 CPU = torch.device("cpu")
-
-
-def random(*shape, seed=0, dtype=torch.float32):
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=dtype)
 
 
 def one_matrix(*shape, dtype=torch.float32):

@@ -9,10 +9,10 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Replicate, Shard, distribute_tensor
 
-from tests.optimizers.test_galore import Matrix, build_galore, take_steps
-from tests.optimizers.test_moments import random
 from tests.support import jobs
+from tests.support.galore_steps import Matrix, build_galore, take_steps
 from tests.support.pool import run_ranks
+from tests.support.random_tensors import random
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.build import Optimizers
 from torchtitan.optimizers.layout import local

@@ -15,8 +15,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.plans import test_combinations
 from tests.plans.combinations import Combination
+from tests.support import table_rows
 from tests.support.pool import run_ranks
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models.decoder import DECODER_PLAN
@@ -35,7 +35,7 @@ def accumulation_errors(where):
     The reference is the sum in float64 of the microbatches' gradients, which are all computed in bfloat16.
     """
     row = Combination(ranks=2, **PASSES[where], precision="bfloat16")
-    model, full_batch = test_combinations.assembled(row), test_combinations.batch()
+    model, full_batch = table_rows.assembled(row), table_rows.batch()
     rows = {name: full_batch[name][:1] for name in ("tokens", "labels", "positions", "document_ids")}
     batches = [rows | {"tokens": (rows["tokens"] + number) % 100} for number in range(DISTINCT)]
 
@@ -81,8 +81,8 @@ class Divided(TorchDispatchMode):
 
 def backward_over_one_rank(tied):
     """Return sizes of divided flat gradients, and the number of the model's FSDP units."""
-    model = test_combinations.build_plain(Combination(model="llama3.2" if tied else "llama3"))
-    model.loss, batch = SummedCrossEntropy(num_chunks=2), test_combinations.batch()
+    model = table_rows.build_plain(Combination(model="llama3.2" if tied else "llama3"))
+    model.loss, batch = SummedCrossEntropy(num_chunks=2), table_rows.batch()
     types = dict(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     apply_data_parallel(model, init_device_mesh("cpu", (1,), mesh_dim_names=("dp_shard",)), DECODER_PLAN, **types)
     loss = model(batch["tokens"], labels=batch["labels"])
@@ -107,10 +107,10 @@ def gradients_over_replicas(row, overlapped):
         data_parallel.DeferredGroup, "wait", lambda self: (pending.append(len(self.pending)), wait(self))
     )
     with patch.object(data_parallel, "overlap_replicas", function), count:
-        model = test_combinations.assembled(row)
+        model = table_rows.assembled(row)
         for number in range(row.accumulation):
             samples = slice(number + 4 * model.dims.dp_rank(model.mesh), None, 2 * model.dims.dp)
-            batch = {name: test_combinations.batch()[name][samples] for name in ("tokens", "labels")}
+            batch = {name: table_rows.batch()[name][samples] for name in ("tokens", "labels")}
             model.forward_backward(batch, 100, is_last=number == row.accumulation - 1)
     return [parameter.grad.to_local().numpy() for _, parameter in model.named_parameters()], pending
 
@@ -133,7 +133,7 @@ def test_sums_over_replicas_end_with_backward(row):
 
 def backward_over_replicas():
     """Return sizes of divided flat gradients, and whether each unit's gradients are views of the buffer they fill."""
-    model, batch = test_combinations.assembled(Combination(ranks=2, dp_replicate=2)), test_combinations.batch()
+    model, batch = table_rows.assembled(Combination(ranks=2, dp_replicate=2)), table_rows.batch()
     loss = model.parts[0](tokens=batch["tokens"], labels=batch["labels"])
     buffers = []
     allocate = data_parallel.SingleBuffer.allocate
@@ -155,7 +155,7 @@ def weights_of_three_steps(row):
     """Return, for steps after an update and after all parameters have moved, a linear's weights in forward and stored,
     and whether they share storage.
     """
-    model, batch = test_combinations.assembled(row), test_combinations.batch()
+    model, batch = table_rows.assembled(row), table_rows.batch()
     linear = next(module for module in model.parts[0].modules() if isinstance(module, nn.Linear))
     seen = []
     linear.register_forward_hook(lambda module, *_: seen.append(module.weight.detach()))
@@ -207,8 +207,8 @@ def gradients_of_two_steps(overlapped):
     with patch.object(
         data_parallel, "overlap_replicas", data_parallel.overlap_replicas if overlapped else lambda _: None
     ):
-        model = test_combinations.assembled(REPLICAS[0])
-    batch = {name: test_combinations.batch()[name][dist.get_rank() :: 2] for name in ("tokens", "labels")}
+        model = table_rows.assembled(REPLICAS[0])
+    batch = {name: table_rows.batch()[name][dist.get_rank() :: 2] for name in ("tokens", "labels")}
     model.forward_backward(batch, 100)
     time.sleep(dist.get_rank() / 2)
     model.forward_backward(batch, 100)

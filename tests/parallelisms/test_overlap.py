@@ -7,10 +7,10 @@ import torch
 import torch.distributed as dist
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-from tests.parallelisms.test_segments import POLICIES
 from tests.support import toy_moe
 from tests.support.overlap_runs import CUTS, EP, MICROBATCHES, PP, SCHEDULES, check, random_case, run_case
 from tests.support.pool import run_ranks
+from tests.support.segment_policies import POLICIES
 from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedStage
 from torchtitan.parallelisms.pipeline.runtime import build_table
 

@@ -12,7 +12,6 @@ import torch.distributed as dist
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.parallelisms.test_segments import POLICIES
 from tests.support import toy_moe
 from tests.support.overlap_runs import (
     CUTS,
@@ -28,6 +27,7 @@ from tests.support.overlap_runs import (
     start_fake,
 )
 from tests.support.pool import run_alone, run_ranks
+from tests.support.segment_policies import POLICIES
 from torchtitan.parallelisms.degrees import ParallelDims
 from torchtitan.parallelisms.pipeline.overlap import stage as segmented_stage
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, NodeLoop

@@ -17,8 +17,8 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.plans.combinations import Combination
-from tests.plans.test_combinations import DTYPE, TOLERANCE, batch, build_plain, plain_twin, reference
 from tests.support.pool import RankFailed, run_ranks
+from tests.support.table_rows import DTYPE, TOLERANCE, batch, build_plain, plain_twin, reference
 from torchtitan.core.random_draws import clean_name, initialize
 from torchtitan.losses.objective import IGNORE_INDEX
 from torchtitan.models.spec import MODELS

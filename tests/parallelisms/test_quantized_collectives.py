@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
-from tests.plans import test_combinations
 from tests.plans.combinations import Combination
+from tests.support import table_rows
 from tests.support.pool import run_ranks
 from torchtitan.config.manager import load
 from torchtitan.core.errors import JobError
@@ -196,7 +196,7 @@ ZERO_PLUS_PLUS = replace(TWO_MACHINES, second_shards=2, gather_int8=True, reduce
 
 def bytes_of_a_step(row):
     """Return the bytes that this rank sends in a step: all, and those between machines of two ranks."""
-    model, full_batch = test_combinations.assembled(row), test_combinations.batch()
+    model, full_batch = table_rows.assembled(row), table_rows.batch()
     part = {name: full_batch[name][model.dims.dp_rank(model.mesh) :: model.dims.dp] for name in ("tokens", "labels")}
     model.forward_backward(part, 100)
     with Traffic() as traffic:
@@ -217,7 +217,7 @@ def test_bytes_of_two_machines_are_at_most_three_tenths():
 
 def weights_of_forward_and_backward(row):
     """Return whether a block's first linear has equal weights in forward and backward, their type and values."""
-    model, full_batch = test_combinations.assembled(row), test_combinations.batch()
+    model, full_batch = table_rows.assembled(row), table_rows.batch()
     part = {name: full_batch[name][model.dims.dp_rank(model.mesh) :: model.dims.dp] for name in ("tokens", "labels")}
     linear = next(module for module in fsdp_modules(model.parts[0])[1].modules() if isinstance(module, torch.nn.Linear))
     passes = []
@@ -239,7 +239,7 @@ def test_all_ranks_and_both_passes_compute_with_the_same_weights(second_shards):
 def test_tensor_parallel_ranks_sum_their_copies_alike(sequence_parallel):
     """Norms are copied on both ranks, between matrices that these split: with other scales copies would drift apart."""
     row = Combination(ranks=4, dp_shard=2, tp=2, gather_int8=True, reduce_bits=4, sequence_parallel=sequence_parallel)
-    (_, norm, grads, *_), *other_ranks = run_ranks(4, test_combinations.run_row, row)
+    (_, norm, grads, *_), *other_ranks = run_ranks(4, table_rows.run_row, row)
     for _, other_norm, other_grads, *_ in other_ranks:
         assert norm == other_norm and all(np.array_equal(grad, other_grads[name]) for name, grad in grads.items())
 
@@ -268,7 +268,7 @@ def test_an_estimate_knows_the_groups_of_second_shards():
 
 def losses_of_300_steps(row):
     """Train on a stream of repeated motifs with noise; return the losses of all ranks' batches, and in evaluation."""
-    model = test_combinations.assembled(row)
+    model = table_rows.assembled(row)
     optimizer = torch.optim.AdamW([p for _, p in model.named_parameters()], lr=3e-3)
     generator, losses = torch.Generator().manual_seed(3), []
     motifs = torch.randint(0, 100, (16, 8), generator=generator)

@@ -6,6 +6,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support import toy_moe
 from tests.support.no_exchange import NoExchange
+from tests.support.segment_policies import POLICIES, SAVED
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, NodeLoop
 from torchtitan.parallelisms.pipeline.overlap.segments import (
     COMPUTE,
@@ -20,15 +21,6 @@ from torchtitan.parallelisms.pipeline.overlap.segments import (
     interleave,
     split_after_issues,
 )
-
-SAVED = {torch.ops.aten.mm.default, torch.ops.aten.bmm.default, torch.ops.aten.addmm.default}
-POLICIES = {
-    "none": RecomputePolicy(),
-    "selective": RecomputePolicy("selective", save_op=SAVED.__contains__),
-    "selective 2": RecomputePolicy("selective", every=2),
-    "full_keep_comm": RecomputePolicy("full_keep_comm"),
-    "full": RecomputePolicy("full"),
-}
 
 
 def first_tensor(meta, *tensors):

@@ -12,11 +12,11 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
-from tests.parallelisms.test_segments import POLICIES
-from tests.plans import test_combinations
 from tests.plans.combinations import EXPERT_LAYOUTS, Combination
+from tests.support import table_rows
 from tests.support.no_exchange import NoExchange
 from tests.support.pool import run_ranks
+from tests.support.segment_policies import POLICIES
 from torchtitan.core.random_draws import Normal, initialize
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention, SharedInputs
@@ -211,15 +211,15 @@ def halved_residuals():
 
 def run_halved(row):
     with halved_residuals():
-        return test_combinations.run_row(row)
+        return table_rows.run_row(row)
 
 
 def test_overlap_runs_changed_residuals():
     """With changed residuals, loss and gradients still equal one device."""
-    plain = test_combinations.plain_twin(OVERLAPPED)
-    usual = test_combinations.reference(plain)[0]
+    plain = table_rows.plain_twin(OVERLAPPED)
+    usual = table_rows.reference(plain)[0]
     with halved_residuals():
-        loss, _, grads, _, _ = test_combinations.reference.__wrapped__(plain)
+        loss, _, grads, _, _ = table_rows.reference.__wrapped__(plain)
     assert abs(loss - usual) > 1e-4  # far above the tolerance
     for got_loss, _, got_grads, _, _ in run_ranks(4, run_halved, OVERLAPPED):
         assert got_loss == pytest.approx(loss, rel=1e-10)
@@ -293,16 +293,16 @@ def test_custom_steps_run_in_forward_and_segments():
 
 def assembled_with_own_forward():
     """Assemble an overlapped pipeline of a model with a changed forward; return the error."""
-    build = test_combinations.build_adapted
+    build = table_rows.build_adapted
 
     def with_own_forward(row):
         model, *rest_of_build = build(row)
         model.layers["1"].__class__ = OwnForward
         return model, *rest_of_build
 
-    with patch.object(test_combinations, "build_adapted", with_own_forward):
+    with patch.object(table_rows, "build_adapted", with_own_forward):
         try:
-            test_combinations.assembled(OVERLAPPED)
+            table_rows.assembled(OVERLAPPED)
         except ValueError as error:
             return str(error)
     return "no error"

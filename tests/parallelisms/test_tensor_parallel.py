@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.plans import test_combinations
 from tests.plans.combinations import Combination
+from tests.support import table_rows
 from tests.support.jobs import full
 from tests.support.pool import run_ranks
 from torchtitan.core.errors import LimitError
@@ -57,7 +58,7 @@ def initialized(model):
 
 def plain_part(first=-1, last=4, **row):
     """Build layers `first` to `last` of a Llama with three layers, as a pipeline part. -1: embedding; 3: head."""
-    model = test_combinations.build_plain(Combination(**row))
+    model = table_rows.build_plain(Combination(**row))
     model.layers = nn.ModuleDict({name: block for name, block in model.layers.items() if first <= int(name) < last})
     if first > -1:
         model.tok_embeddings = None
@@ -70,7 +71,7 @@ def split_part(mesh, dims, first=-1, last=4, options=None, **row):
     """Build the same part under tensor parallel."""
     with torch.device("meta"):
         model = plain_part(first, last, **row)
-    dtype = test_combinations.DTYPE[row.get("precision", "float32")]
+    dtype = table_rows.DTYPE[row.get("precision", "float32")]
     parallelize(model, mesh, dims, DECODER_PLAN, replace(ParallelOptions(param_dtype=dtype), **(options or {})))
     return initialized(model.to_empty(device="cpu"))
 
@@ -311,7 +312,7 @@ def test_sizes_without_optional_modules(name):
 
 def run_parts(cuts, options):
     """Run forward and backward through all parts on two ranks, passing activations and gradients by hand."""
-    everything = test_combinations.batch()
+    everything = table_rows.batch()
     bounds, meshes = [-1, *cuts, 4], build_mesh(2)
     parts = [
         split_part(*meshes, first, last, options, precision="float64", loss_chunks=3)
@@ -336,15 +337,15 @@ def run_parts(cuts, options):
 @pytest.mark.parametrize("cuts", [(1,), (0, 2), (2, 3)], ids=str)
 @pytest.mark.parametrize("sequence_parallel", [True, False])
 def test_parts_of_a_pipeline(cuts, sequence_parallel):
-    everything = test_combinations.batch()
+    everything = table_rows.batch()
     model = initialized(plain_part(precision="float64"))
     loss = model(everything["tokens"], labels=everything["labels"])
     loss.backward()
     grads = {name: parameter.grad for name, parameter in model.named_parameters()}
-    length = test_combinations.SEQ_LEN // (2 if sequence_parallel else 1)
+    length = table_rows.SEQ_LEN // (2 if sequence_parallel else 1)
     for got_loss, got, shapes in run_ranks(2, run_parts, cuts, dict(sequence_parallel=sequence_parallel)):
         assert got_loss == pytest.approx(loss.item(), rel=1e-12)
-        assert shapes == [(torch.Tensor, (test_combinations.SAMPLES, length, 48))] * len(cuts)
+        assert shapes == [(torch.Tensor, (table_rows.SAMPLES, length, 48))] * len(cuts)
         assert got.keys() == grads.keys()
         for name, grad in grads.items():
             assert (got[name] - grad).abs().max() <= 1e-10 * grad.abs().max(), name
@@ -397,14 +398,14 @@ def test_a_split_backward_of_inputs_and_weights(num_chunks, options):
 
 def logits_of(options):
     with torch.no_grad():
-        logits = split_part(*build_mesh(2), options=options)(test_combinations.batch()["tokens"])
+        logits = split_part(*build_mesh(2), options=options)(table_rows.batch()["tokens"])
     return isinstance(logits, DTensor), full(logits)
 
 
 @pytest.mark.parametrize("loss_parallel", [True, False])
 def test_logits(loss_parallel):
     with torch.no_grad():
-        expected = initialized(plain_part(precision="float32"))(test_combinations.batch()["tokens"])
+        expected = initialized(plain_part(precision="float32"))(table_rows.batch()["tokens"])
     for is_split, logits in run_ranks(2, logits_of, dict(loss_parallel=loss_parallel)):
         assert is_split == loss_parallel
         torch.testing.assert_close(logits, expected, rtol=1e-5, atol=1e-5)
@@ -418,7 +419,7 @@ def compile_blocks():
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     model = split_part(*build_mesh(2), options=dict(compile_model=True, compile_backend=counter))
-    everything = test_combinations.batch()
+    everything = table_rows.batch()
     for _ in range(2):
         model(everything["tokens"], labels=everything["labels"]).backward()
     x = AsyncCollectiveTensor(torch.zeros(2, 4, 48))

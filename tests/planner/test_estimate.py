@@ -15,8 +15,8 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tests.launcher.test_processes import has_ended
 from tests.support.jobs import ROOT
+from tests.support.launched_ranks import has_ended
 from tests.support.pool import run_alone, run_ranks
 from torchtitan.assembly import parts
 from torchtitan.assembly.parts import ModelBuilder

@@ -11,22 +11,22 @@ import pytest
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from tests.plans import test_combinations
 from tests.plans.combinations import Combination
+from tests.support import table_rows
 from tests.support.pool import run_ranks
 from torchtitan.losses.objective import IGNORE_INDEX
 from torchtitan.planner.time.traffic import Traffic, axes_of
 
-LAYERS, WIDTH = 3, test_combinations.MICRO_SIZE["dim"]
+LAYERS, WIDTH = 3, table_rows.MICRO_SIZE["dim"]
 
 
 def step(row):
     """Measure a second step: traffic of forward and backward, gloo's number of calls, and traffic of clipping."""
     torch._dynamo.reset()
-    model = test_combinations.assembled(row)
-    full_batch = test_combinations.batch()
+    model = table_rows.assembled(row)
+    full_batch = table_rows.batch()
     valid = int((full_batch["labels"] != IGNORE_INDEX).sum())
-    size = test_combinations.SAMPLES // model.dims.dp // row.accumulation
+    size = table_rows.SAMPLES // model.dims.dp // row.accumulation
     local_batch = {
         name: full_batch[name][model.dims.dp_rank(model.mesh) :: model.dims.dp] for name in ("tokens", "labels")
     }
@@ -56,7 +56,7 @@ def add(*parts):
 def sizes(row):
     """Return elements of a rank before FSDP: (blocks, others). Tensor parallel splits matrices but not norms."""
     blocks = other_elements = 0
-    for name, parameter in test_combinations.build_plain(Combination(model=row.model)).named_parameters():
+    for name, parameter in table_rows.build_plain(Combination(model=row.model)).named_parameters():
         elements = parameter.numel() // (1 if "norm" in name else row.tp)
         blocks, other_elements = (
             (blocks + elements, other_elements) if name.startswith("layers.") else (blocks, other_elements + elements)
@@ -66,7 +66,7 @@ def sizes(row):
 
 def num_other_units(row):
     """Return the number of FSDP units other than blocks: the embedding, and last norm with head unless tied."""
-    return 1 if test_combinations.build_plain(Combination(model=row.model)).args.tied_embeddings else 2
+    return 1 if table_rows.build_plain(Combination(model=row.model)).args.tied_embeddings else 2
 
 
 def precision(row):
@@ -104,7 +104,7 @@ def tensor_parallel(row):
     recompute saves their results.
     """
     activation, _ = precision(row)
-    tokens = test_combinations.SAMPLES * test_combinations.SEQ_LEN // (row.dp_shard * row.dp_replicate)
+    tokens = table_rows.SAMPLES * table_rows.SEQ_LEN // (row.dp_shard * row.dp_replicate)
     border_bytes = Fraction(row.tp - 1, row.tp) * tokens * WIDTH * activation
     recomputed = {"none": 0, "op": 0, "full": LAYERS, "2": (LAYERS + 1) // 2}[row.recompute]
     borders = 4 * LAYERS + 2 + 2 * recomputed
@@ -118,13 +118,13 @@ def tensor_parallel(row):
 
 def split_vocabulary(row):
     """The vocabulary-parallel loss sends three float32 numbers per token in two calls; else all logits are gathered."""
-    tokens = test_combinations.SAMPLES * test_combinations.SEQ_LEN // (row.dp_shard * row.dp_replicate)
+    tokens = table_rows.SAMPLES * table_rows.SEQ_LEN // (row.dp_shard * row.dp_replicate)
     pieces = row.accumulation * row.loss_chunks
     if row.tp == 1:
         return {}
     if row.loss_parallel:
         return {("all_reduce", "tp"): (2 * pieces, Fraction(2 * (row.tp - 1), row.tp) * 3 * tokens * 4)}
-    vocab_size = test_combinations.MICRO_SIZE["vocab_size"]
+    vocab_size = table_rows.MICRO_SIZE["vocab_size"]
     return {("all_gather", "tp"): (pieces, Fraction(row.tp - 1, row.tp) * tokens * vocab_size * precision(row)[0])}
 
 
@@ -185,7 +185,7 @@ def test_traffic_equals_the_formulas(row):
 @pytest.mark.parametrize("row", [row_of(**plan, adapter="lora") for plan in (FSDP2, DDP2)], ids=str)
 def test_gradients_of_frozen_parameters_are_not_reduced(row):
     """Only the adapter's gradients are reduced, once per unit; parameters are gathered as without an adapter."""
-    model, _, adapter = test_combinations.build_adapted(row)
+    model, _, adapter = table_rows.build_adapted(row)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     assert trained == sum(p.numel() for name, p in model.named_parameters() if name in adapter.added_parameters) > 0
     for traffic, _, _ in run_ranks(2, step, row):

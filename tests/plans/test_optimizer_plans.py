@@ -9,9 +9,9 @@ import torch
 
 from tests.plans.combinations import LAYOUTS, Combination
 from tests.plans.combinations_optimizers import FLIPPED, KINDS, LOW, optimizers
-from tests.plans.test_combinations import (
+from tests.support.pool import RankFailed, run_ranks
+from tests.support.table_rows import (
     FAMILIES,
-    SAMPLES,
     assembled,
     batch,
     build_with_initial_weights,
@@ -19,8 +19,7 @@ from tests.plans.test_combinations import (
     objective,
     plain_twin,
 )
-from tests.support.pool import RankFailed, run_ranks
-from torchtitan.contract.step import device_weights, local_batch, rank_weights
+from torchtitan.contract.step import SAMPLES, device_weights, local_batch, rank_weights
 from torchtitan.optimizers.build import build_optimizers
 
 SHARED = dict(beta1=0.9, beta2=0.95, eps=1e-8)

@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from tests.repository.test_layering import TORCH_FREE
 from tests.support.jobs import ROOT
+from tests.support.package_sources import TORCH_FREE
 
 DEBUG_JOB = ("debug_model", "--model.tokenizer_path=bytes")
 

@@ -10,9 +10,9 @@ import shutil
 import pytest
 import yaml
 
-from tests.repository.test_notes_script import base, write_rows
 from tests.support.importing import difference
 from tests.support.jobs import ROOT
+from tests.support.notes_rows import base, write_rows
 from torchtitan import cli
 from torchtitan.config.layers import as_file
 from torchtitan.config.manager import load

@@ -8,11 +8,11 @@ import re
 import pytest
 import torch
 
-from tests.optimizers.test_galore import ADAM
-from tests.optimizers.test_moments import random
 from tests.support import jobs
+from tests.support.galore_steps import ADAM
 from tests.support.importing import difference
 from tests.support.pool import run_ranks
+from tests.support.random_tensors import random
 from torchtitan import cli
 from torchtitan.commands.check import summary
 from torchtitan.config.manager import load

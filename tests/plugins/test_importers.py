@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from tests.datasets.test_pretokenized import save
 from tests.support import judged
+from tests.support.saved_blocks import save
 from torchtitan import cli
 from torchtitan.config.layers import layer_of
 from torchtitan.config.manager import assemble, load

@@ -7,8 +7,8 @@ import torch
 from torch.distributed.device_mesh import init_device_mesh
 
 from tests.plans.combinations import COMPOSED, Combination
-from tests.plans.test_combinations import run_row
 from tests.support.pool import run_ranks
+from tests.support.table_rows import run_row
 from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.tensor_parallel import RegionBorder
 from torchtitan.plugins.neurocache import memory

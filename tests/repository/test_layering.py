@@ -10,10 +10,9 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tests.support.jobs import ROOT
+from tests.support.package_sources import FILES, PACKAGE, TORCH_FREE
 from tests.support.private_names import private_attributes, private_imports, private_paths
 from tests.torch_internals.names import OUTSIDE
-
-PACKAGE = ROOT / "torchtitan"
 
 # Rooms: the folders and files directly in the package. Each may import from the rooms that its line lists, all of them
 # above it in this table. Within a room imports are free, but never circular.
@@ -69,32 +68,6 @@ ROOMS: dict[str, set[str]] = {
     "__main__": {"cli"},
     "__init__": set(),
 }
-TORCH_FREE = (
-    "cli",
-    "config.manager",
-    "core.hardware",
-    "planner.memory.closed_form",
-    "commands.check",
-    "commands.list",
-    "commands.checkpoints",
-    "commands.why",
-    "adapters",
-    "datasets",
-    "datasets.tokenizer",
-    "job",
-    "launch",
-    "launcher.run_folder",
-    "losses.tasks",
-    "metrics.trackers",
-    "models",
-    "parallelisms.pipeline.actions",
-    "parallelisms.pipeline.cut",
-    "parallelisms.pipeline.simulator",
-    "planner.time.step_time",
-    "process.ranks",
-    "process.run_log",
-    "train",
-)
 
 
 def imports_of(path: Path) -> list[tuple[ast.AST, str]]:
@@ -121,7 +94,6 @@ def names_below_package(path: Path) -> tuple[str, ...]:
     return parts[:-1] if parts[-1] == "__init__" and len(parts) > 1 else parts
 
 
-FILES = sorted(PACKAGE.rglob("*.py"))
 SOURCES = [(str(path.relative_to(PACKAGE)), text := path.read_text(), ast.parse(text)) for path in FILES]
 """Path within the package, text and syntax tree of every file."""
 Function = ast.FunctionDef | ast.AsyncFunctionDef

@@ -5,39 +5,18 @@ validation and a save at every step, and a merged folder that transformers opens
 import json
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
+from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from tests.datasets.test_messages import LLAMA3, folder_with
-from tests.jobs.test_sft import validation_losses
 from tests.support import jobs
+from tests.support.notes_rows import ANSWERS, base, write_rows
 from tests.support.pool import run_ranks
+from tests.support.sft_jobs import validation_losses
 from torchtitan.commands import export
 from torchtitan.datasets.encoding import encode
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 STEPS = 24
-ANSWERS = ("yes", "no and never")
-
-
-def base(folder):
-    """Write a model and tokenizer with transformers; its head is large enough, though frozen, for confident tokens."""
-    folder_with(folder, LLAMA3)
-    torch.manual_seed(0)
-    sizes = dict(vocab_size=2112, hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4)
-    config = LlamaConfig(**sizes, num_key_value_heads=2, max_position_embeddings=256)
-    model = LlamaForCausalLM(config)
-    model.lm_head.weight.data *= 15
-    model.save_pretrained(folder)
-    return folder
-
-
-def write_rows(path):
-    rows = [{"instruction": f"Is it {i % 7}?", "input": "", "output": ANSWERS[i % 2]} for i in range(64)]
-    path.write_text(
-        "".join(json.dumps(row | {"input": f"It is {i}."} if i % 5 == 0 else row) + "\n" for i, row in enumerate(rows))
-    )
-    return path
 
 
 def job_options(folder, rows, source):

@@ -11,9 +11,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.launcher.test_processes import has_ended
 from tests.support import shared_meshes
 from tests.support.jobs import ROOT
+from tests.support.launched_ranks import has_ended
 from tests.support.leftovers import restore_after_test
 from tests.support.pool import RankCrashed, RankFailed, run_alone, run_ranks, run_script
 from torchtitan.checkpoint.agreement import Peers

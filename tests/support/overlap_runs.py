@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.pipelining._utils import InferenceMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from tests.parallelisms.test_segments import POLICIES
 from tests.support import toy_moe
+from tests.support.segment_policies import POLICIES
 from torchtitan.parallelisms.pipeline.actions import stage_ranks
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll, SplitSizes
 from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage

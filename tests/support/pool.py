@@ -36,7 +36,7 @@ PRELOAD = [
     "torch.export._trace",
     "torchtitan.training.trainer",
     "tests.support.forked_job",
-    "tests.plans.test_combinations",
+    "tests.support.table_rows",
     "tests.support.pool",
 ]
 COLLECTIVE_TIMEOUT = timedelta(seconds=300)

@@ -3,7 +3,7 @@
 import json
 from pathlib import Path
 
-from tests.datasets.test_messages import LLAMA3, folder_with
+from tests.support.chat_templates import LLAMA3, folder_with
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config import manager
 from torchtitan.core.random_draws import initialize

@@ -7,9 +7,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.losses.test_preference import write_pairs
 from tests.support.jobs import SHALLOW, arguments, run, write_texts
 from tests.support.pool import run_ranks
+from tests.support.preference_jobs import write_pairs
 from torchtitan import train as train_program
 from torchtitan.checkpoint import CheckpointError
 from torchtitan.config import manager

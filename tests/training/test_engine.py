@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.losses.test_preference import dpo_arguments, write_pairs
 from tests.support import jobs
 from tests.support.pool import run_alone, run_ranks
+from tests.support.preference_jobs import dpo_arguments, write_pairs
 from torchtitan.checkpoint import CheckpointError
 from torchtitan.config import manager
 from torchtitan.config.options import ConfigError

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from tests.losses.test_preference import BYTES, dpo_arguments, write_pairs
 from tests.support import jobs
 from tests.support.pool import RankFailed, run_ranks
+from tests.support.preference_jobs import BYTES, dpo_arguments, write_pairs
 from torchtitan.assembly.data import JobDatasets
 from torchtitan.config.manager import load
 from torchtitan.job import ResolvedJob

@@ -6,8 +6,8 @@ import random
 import pytest
 import torch
 
-from tests.losses.test_masked_lm import job_arguments as masked_arguments
 from tests.support.jobs import SHALLOW, arguments, logged_steps, run, train, write_texts
+from tests.support.masked_lm_jobs import job_arguments as masked_arguments
 from tests.support.pool import run_ranks
 from torchtitan.config import manager
 from torchtitan.guards import NothingToLearn

@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.jobs.test_expert_jobs import EP, JOB
 from tests.support import jobs, judged
+from tests.support.expert_jobs import EP, JOB
 from tests.support.judged import CP, PP, lines
 from tests.support.pool import run_ranks
 from torchtitan.commands.generate import sample
