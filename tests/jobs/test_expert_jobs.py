@@ -15,7 +15,6 @@ from torchtitan.parallelisms.pipeline.cut import SCHEDULES
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 
-SIZES += "ffn_dim=48, expert_dim=16, vocab_size=260, bias_rate=0.001}"
 HALF = dict(training__local_batch_size=4)
 OVERLAP = EP | PP | HALF | dict(parallelism__pipeline_parallel_schedule="DualPipeV")
 OVERLAP |= dict(parallelism__pipeline_parallel_expert_parallel_overlap=True)
