@@ -240,8 +240,8 @@ def test_tensor_parallel_that_cuts_blocks_is_refused():
     eight, four = ("--parallelism.tensor_parallel_degree=" + degree for degree in "84")
     (fault,) = lines("--adapter.kind=qlora", *llama, eight)
     assert fault == (
-        "tensor_parallel_degree: given 8, which does not divide blocks of layers.*.feed_forward.w2 172; allowed: what "
-        "divides it and blocks of layers.*.attention.wo 64: 1, 2, 4; write one of these"
+        "tensor_parallel_degree: given 8, which does not divide blocks of layers.*.feed_forward.w2 172; allowed: a "
+        "divisor of it and blocks of layers.*.attention.wo 64: 1, 2, 4; write one of these"
     )
     assert not lines("--adapter.kind=qlora", *llama, four) and not lines("--adapter.kind=lora_int8", *llama, eight)
     assert not lines("--adapter.kind=qlora", '--adapter.target=["*attention*"]', *llama, eight)

@@ -16,10 +16,11 @@ from tests.support.loaders import SEQ_LEN, TOKENIZER, global_samples, interleave
 from tests.support.token_shards import make as make_shards
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.loader import merge_states
+from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.samples import IGNORE, ShardPieces, next_token_arrays, next_token_pieces
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources.files import text
-from torchtitan.datasets.streams import IndexedStreams, Mixture
+from torchtitan.datasets.streams import IndexedStreams
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 

@@ -18,7 +18,7 @@ from torchtitan.config import manager
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.loader import merge_states
-from torchtitan.datasets.streams import LARGEST_PERIOD, MIXED, Mixture, shares
+from torchtitan.datasets.mixing import LARGEST_PERIOD, MIXED, Mixture, shares
 from torchtitan.job import ResolvedJob
 from torchtitan.rules import check
 

@@ -29,13 +29,14 @@ from torchdata.stateful_dataloader import StatefulDataLoader
 from torchtitan.core.errors import check_global_batch, check_persistence, check_pinned, check_prefetch
 from torchtitan.core.machine_errors import MachineError, is_of_the_machine
 from torchtitan.datasets.encoding import chat_tokenization, spelled_tokens_note
+from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.position import Position, fingerprints_of_sources, merge_states, resume
 from torchtitan.datasets.record_account import RECORDS, records_version
 from torchtitan.datasets.sample_packing import Packing, steps_for, total_samples
 from torchtitan.datasets.samples import BatchFormat, Labels, Piece, RankSamples, ShardPieces, StreamPieces
 from torchtitan.datasets.sources import DataError, IndexedSource, SequentialSource, Source, UnreachableData
 from torchtitan.datasets.sources.pretokenized import PretokenizedBlocks
-from torchtitan.datasets.streams import MAX_STREAMS, IndexedStreams, Mixture, SequentialStreams, Streams
+from torchtitan.datasets.streams import MAX_STREAMS, IndexedStreams, SequentialStreams, Streams
 from torchtitan.datasets.token_shards import TokenShards, Verification
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.process.distributed import device_type
@@ -195,7 +196,7 @@ class WorkerOptions(NamedTuple):
 class LoaderOptions:
     """The samples that a data-parallel rank reads: their order, number and contents.
 
-    By default sources are mixed by weight without an end (`Mixture`). `joined`, `epochs` and `packing` need prepared
+    By default sources are mixed by weight without an end (mixing.py). `joined`, `epochs` and `packing` need prepared
     shards.
     """
 

@@ -8,10 +8,10 @@ from torchtitan.config.sections.training import Validation
 from torchtitan.core.cadence import CADENCE_OPTIONS
 from torchtitan.core.errors import JobError, LimitError, check_persistence, check_prefetch
 from torchtitan.datasets import DATASETS, has_records, open_source
+from torchtitan.datasets.mixing import shares
 from torchtitan.datasets.sample_packing import document_lengths
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.sources.pretokenized import PretokenizedBlocks
-from torchtitan.datasets.streams import shares
 from torchtitan.datasets.token_shards import TokenReader, TokenShards
 from torchtitan.job import overrides
 from torchtitan.models import FROM_HF, PUBLISHERS
