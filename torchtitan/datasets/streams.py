@@ -72,7 +72,7 @@ class IndexedStreams:
         self.source, self.seed, self.shuffle = source, seed, shuffle
         self.count = stream_count(len(source)) if shuffle else 1
 
-    def reader(self, positions: dict[int, DocumentPosition]) -> IndexedStreamReader:
+    def reader(self, positions: dict[int, DocumentPosition]) -> "IndexedStreamReader":
         """Return a reader that continues from these positions; the keys are the streams it will serve."""
         return IndexedStreamReader(self, dict(positions))
 
@@ -126,7 +126,7 @@ class SequentialStreams:
         documents = 0 if self.parts_per_stream else self._records(MAX_STREAMS * MIN_DOCUMENTS, stop)
         self.count = MAX_STREAMS if self.parts_per_stream else stream_count(documents) if shuffle else 1
 
-    def reader(self, positions: dict[int, DocumentPosition]) -> SequentialStreamReader:
+    def reader(self, positions: dict[int, DocumentPosition]) -> "SequentialStreamReader":
         return SequentialStreamReader(self, dict(positions))
 
     def first_epoch(self) -> Iterator[tuple[int, DocumentOrError]]:
@@ -282,7 +282,7 @@ class Cursor:
         return [self.samples, *self.document, self.offset, self.skipped]
 
     @classmethod
-    def from_list(cls, numbers: list[int]) -> Cursor:
+    def from_list(cls, numbers: list[int]) -> "Cursor":
         samples, epoch, part, ordinal, offset, skipped = numbers
         return cls(samples, DocumentPosition(epoch, part, ordinal), offset, skipped)
 
