@@ -14,14 +14,10 @@ from typing import Literal, TypeVar
 import numpy as np
 import torch
 
+from torchtitan.datasets.mixing import Mixture
 from torchtitan.datasets.sample_packing import Packing, PackReader
 from torchtitan.datasets.sources import DataError
-from torchtitan.datasets.streams import (
-    Cursor,
-    Mixture,
-    StreamPacker,
-    Streams,
-)
+from torchtitan.datasets.streams import Cursor, StreamPacker, Streams
 from torchtitan.datasets.token_shards import BlockReader, JoinedBlockReader, TokenShards
 from torchtitan.datasets.tokenizer import Tokenizer
 
