@@ -1,6 +1,6 @@
 """Automatic restarts of all ranks after a crash or a hang: how often, from which step, and with which messages.
 
-Ranks are programs of a few lines here, except in the last test, which trains.
+Ranks are programs of a few lines in most tests; some train a small job.
 """
 
 import dataclasses

@@ -1,4 +1,4 @@
-"""The Llama of this project: widths, tying, initial weights, compilation. See also test_decoders and test_hf."""
+"""The Llama of this project: widths, tying, initial weights, compilation. See also test_decoder and test_hf."""
 
 import dataclasses
 import subprocess

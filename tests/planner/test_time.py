@@ -240,7 +240,7 @@ def test_accumulated_batches_of_a_pipeline_take_one_after_the_other():
 
 def test_only_runs_of_from_fit_messages():
     step = timer().step_time(Plan(shards=2, microbatch=8))
-    memory = MemoryPrediction(1, 0, 0, 0, 0, 0, 1, 1)
+    memory = MemoryPrediction(1, 0, 0, 0, 0, 0, 1, 1, 1)
     candidate = Candidate(Plan(shards=2), step, memory)
     for factors, evidence in (({}, "assumed"), ({"messages": 1.2, "fsdp": 1.1}, "fitted on 3 runs")):
         lines = answer.explanation(candidate, Calibration(factors, evidence="fitted on 3 runs"))

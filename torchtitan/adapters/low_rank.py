@@ -52,6 +52,12 @@ from torchtitan.parallelisms.steps import running_notes
 from torchtitan.torch_internals import collectives
 from torchtitan.torch_internals.dispatch import is_in_torch_dispatch_mode
 
+logger = logging.getLogger(__name__)
+
+MATRIX_NAMES = re.compile(r"\blora_[AB]")
+"""Matches the names of A and B, but not the names of learned scales."""
+MOMENTS = ("exp_avg", "exp_avg_sq")
+
 MATRICES = ("w1", "w2", "w3")
 """Names of the matrices of experts."""
 
@@ -314,11 +320,7 @@ def add_product(
     return merge_shards(weight, lambda shard, b, a: (b @ a).mul_(scale).add_(shard), *factors)
 
 
-logger = logging.getLogger(__name__)
-
-MATRIX_NAMES = re.compile(r"\blora_[AB]")
-"""Matches the names of A and B, but not the names of learned scales."""
-MOMENTS = ("exp_avg", "exp_avg_sq")
+# LoRA, with the restarts of ReLoRA, and DoRA
 
 
 class LoRA(LowRank):

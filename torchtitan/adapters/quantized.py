@@ -1,7 +1,7 @@
 """LoRA on quantized matrices: QLoRA (arXiv:2305.14314), in 4 bits (NF4), and LoRA on 8 bits.
 
 A packed matrix is a few frozen integer parameters, which FSDP gathers and tensor parallel shards like the matrix
-itself. It is unpacked on use, once in forward and once in backward, and never stored.
+itself. It is unpacked on use, once in forward and once in backward; the unpacked matrix is never stored.
 
 On CUDA a matrix is unpacked to the computation's dtype by one compiled kernel. On a CPU it is done in pieces that stay
 in the cache. These are custom operators, single nodes for the compiler, for activation checkpointing and for the

@@ -1,1 +1,1 @@
-"""Errors, registries, constraints and numerics that everything else builds on. Imports nothing of the package."""
+"""Errors, registries, constraints and numerics that everything else builds on. Imports only torch_internals."""

@@ -1,15 +1,17 @@
-"""JobError, the one kind of error that is the user's: commands report it in a line and end with an exit code.
+"""Errors of the user, the text of messages, and constraints between options that rules and runs share. No torch.
 
-Every other exception is a bug: it ends with exit code 1 and keeps its traceback.
+Commands report a JobError in a line and end with an exit code. Errors of the machine are in machine_errors.py, the ends
+of a run in training/ends.py. What is left is a bug and keeps its traceback.
 
-Constraints between options, for the rules and for the parts of a run alike, raise a LimitError for values that do not
-fit. parallelisms/degrees.py has those of the degrees of parallelism. No torch.
+A constraint raises a LimitError for values that do not fit. parallelisms/degrees.py has those of the degrees.
 """
 
 import textwrap
 
 LONGEST_LINE = 200
 """Maximum number of characters in a line of a message."""
+FLOAT8_MULTIPLE = 16
+"""Sides of matrices that a GPU multiplies in float8 are multiples of this. Here for rules, which need no torch."""
 
 
 class JobError(ValueError):
@@ -38,8 +40,7 @@ def wrap_lines(text: object) -> str:
     return "\n".join(line if len(line) <= LONGEST_LINE else fold.fill(line) for line in str(text).splitlines())
 
 
-FLOAT8_MULTIPLE = 16
-"""Sides of matrices that a GPU multiplies in float8 are multiples of this."""
+# Constraints between options
 
 
 class LimitError(JobError):

@@ -1,4 +1,6 @@
-"""Open every file that a user names: a path in a job or a command, or a file in a folder that one of these names.
+"""Files: those that a user names, those that come with the package, and rules for those of other programs.
+
+A user names a file by a path in a job or a command, or it is in a folder that one of these names.
 
 Such a path may lead to a pipe, where a reader would wait without end, to a device, which never ends, or to a file far
 larger than expected. Only regular files are opened, and each caller limits the size. tests/core/test_files.py refuses
@@ -167,6 +169,8 @@ def find_job_file(name: str, path: str | None = None) -> str:
     shipped = shipped_jobs().get(name)
     return str(shipped) if shipped and not Path(file).exists() else file
 
+
+# Files of other programs
 
 EMPTY_VALUES: tuple[Any, ...] = (None, False, 0, "", [], {})
 """Values of features that are off."""

@@ -98,6 +98,8 @@ def _fill_with_normal(values: torch.Tensor, number: int, offset: tuple[int, ...]
 _fused_normal = Fused(_fill_with_normal, dynamic=True, after=NEVER)
 
 
+# Initial weights
+
 BLOCK_ELEMENTS = 65536
 TRUNCATE_AT = 3.0  # standard deviations
 

@@ -1,6 +1,6 @@
 """The registry of optimizers. It does not import torch; `build.py` creates optimizers.
 
-A new optimizer is one file and one entry here.
+A new optimizer is one class and one entry here.
 """
 
 from collections.abc import Iterator, Mapping

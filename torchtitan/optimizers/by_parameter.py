@@ -1,4 +1,4 @@
-"""Optimizers that step one parameter after the other, on this rank's shard: base classes, Adafactor and AdamW8bit."""
+"""Optimizers that step one parameter after the other, on this rank's shard: the base classes, Adafactor and AdamW."""
 
 from typing import Any
 
@@ -98,6 +98,8 @@ class AdamW8bit(ByMoments):
 
 
 class AdamWBF16(ByParameter):
+    """AdamW for weights in bfloat16, which rounds at random or keeps what rounding loses (Kahan)."""
+
     adam = Adam()
 
     def __init__(self, groups: list[dict[str, Any]], lr: float, rounding: str, **options: float) -> None:

@@ -88,7 +88,8 @@ def _split(x: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
     return x.tensor_split(ends.tolist()[:-1])
 
 
-# -- under the compiler -----------------------------------------------------------------------------------------------
+# Under the compiler
+
 # Custom operators, because the loop's sizes would break the compiler's graph. Not used in eager: schedules with split
 # backward ask for one of the two gradients alone, which operators written in Python do not support.
 
@@ -141,6 +142,9 @@ def _flops(x_shape: Sequence[int], w_shape: Sequence[int], *_, **__) -> int:
 @register_flop_formula(torch.ops.torchtitan.grouped_mm_weight)
 def _weight_flops(x_shape: Sequence[int], grad_shape: Sequence[int], *_, **__) -> int:
     return 2 * x_shape[0] * x_shape[1] * grad_shape[1]
+
+
+# The layer
 
 
 class ExpertOrder(NamedTuple):

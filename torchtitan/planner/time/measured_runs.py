@@ -1,6 +1,6 @@
 """Measured steps of runs: compare them with the planner's model, and fit the factors of its formula to them.
 
-Imports no torch: the simulator of pipelines and the search, which need it, are loaded when they are used.
+Imports no torch: planner/search.py, which needs it, is loaded when it is used.
 """
 
 import math
