@@ -226,6 +226,8 @@ class Account:
         if not any("slowest_ratio" in record for record in self.records):
             timed = "only data-parallel ranks are timed, unless all blocks are compiled as one"
             yield f"a rank slower than the others: {timed}"
+        elif not any(record.get("event") == "straggler" for record in self.records):
+            yield "a rank that is slow in some steps only: it is not named, as longer samples look the same"
         accounts = [record["step"] for record in self.records if record.get("event") == "goodput"]
         if accounts and self.records[-1].get("event") != "goodput":
             yield f"the time after step {accounts[-1]}: the run logs its account of time at every save and at its end"
