@@ -48,11 +48,17 @@ SOURCES = {
     "NVIDIA-NeMo/Megatron-Bridge": ("Megatron-Bridge, 2025", "cudnn"),
     "docs.nvidia.com/nemo-framework": ("NeMo, 2024", "cudnn"),
 }
-"""Title and software by the start of a row's source. Others are taken for NVIDIA's tuned code."""
+"""Title and software by a row's source: a letter alone, or the start of a longer name. Others are taken for NVIDIA's
+tuned code."""
 DISTRIBUTED_OPTIMIZER = ("megatron", "nemo-framework")
 """Parts of the names of sources that gather weights and reduce gradients once in a step."""
 OWN, OWN_WEIGHT = "F", 4
 """Source of the runs of this project, and how often they count in the fit: plans are of this project."""
+
+
+def is_of(name: str, source: str) -> bool:
+    """Return whether a row's source is the one with this name in SOURCES."""
+    return source == name or (len(name) > 1 and source.startswith(name))
 
 
 class PublishedRun:
@@ -63,7 +69,7 @@ class PublishedRun:
         self.source: str = values.get("source") or self.name.partition(":")[0]
         self.hardware = load_hardware(values["gpu"])
         self.plans = [Plan(**{**values["plan"], **changes}) for changes in values.get("variants") or [{}]]
-        matching = (about for start, about in SOURCES.items() if self.source.startswith(start))
+        matching = (about for name, about in SOURCES.items() if is_of(name, self.source))
         self.title, software = next(matching, (self.source, "cudnn"))
         self.software: str = values.get("software") or software
         self._gathers_once = any(name in self.source.lower() for name in DISTRIBUTED_OPTIMIZER)

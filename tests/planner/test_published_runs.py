@@ -98,3 +98,20 @@ def test_rows_of_a_file_are_replayed(script, tmp_path, capsys, monkeypatch):
     script.main()
     text = capsys.readouterr().out
     assert "a row: products" in text and "a table, h100-80, bfloat16" in text and "2 " in text.splitlines()[-1]
+
+
+@pytest.mark.parametrize(
+    ("source", "title"),
+    [
+        ("A", "torchtitan, December 2024"),
+        ("llm-foundry 8c8dd48f7 README.md", "llm-foundry, 2023"),
+        ("AMD MI300X blog", "AMD MI300X blog"),
+        ("BLOOM", "BLOOM"),
+        ("Facebook OPT", "Facebook OPT"),
+    ],
+)
+def test_a_source_of_a_letter_is_no_prefix(script, source, title):
+    run = script.PublishedRun(
+        {**ROW, "source": source, "plan": {"shards": 8, "recompute": "full"}, "tokens_per_second": 9000}
+    )
+    assert run.title == title and (run.software == "cudnn") == (source == title)
