@@ -1,16 +1,21 @@
-"""Tests of training.shuffle = false: samples hold the documents in stored order under every plan."""
+"""Positions in the data: in stored order under every plan, and data that have changed are noticed."""
 
 import gzip
 import json
 from itertools import cycle, islice
 
+import numpy as np
 import pytest
 
 from tests.support.judged import lines
 from tests.support.loaders import SEQ_LEN, TOKENIZER, global_samples, loader
+from tests.support.pool import run_alone
 from tests.support.shards import write
 from torchtitan.core.errors import JobError
 from torchtitan.datasets.loader import merge_states
+from torchtitan.datasets.position import VERSION, resume
+from torchtitan.datasets.sources import CONTENTS, DataError, files_fingerprint
+from torchtitan.datasets.token_shards import BlockReader, ShardWriter, TokenShards
 
 TEXTS = [chr(48 + i % 75) * (3 + i * 7 % 41) for i in range(150)]
 COUNT = 260
@@ -78,3 +83,46 @@ def test_a_position_in_another_order_is_refused(data):
 def test_group_by_length_is_refused_with_the_stored_order():
     faults = lines("--task.kind=sft", "--data.packing=off", "--data.group_by_length", "--training.no_shuffle")
     assert any("data.group_by_length" in line and "training.shuffle = false" in line for line in faults)
+
+
+def test_changed_text_of_the_same_name_and_size_is_noticed(tmp_path):
+    file = tmp_path / "a.txt"
+    file.write_text("x" * 100_000)
+    before = files_fingerprint({"a.txt": file})
+    assert files_fingerprint({"a.txt": file}) == before
+    for place in (0, 33_000, 99_999):
+        text = bytearray(b"x" * 100_000)
+        text[place] = ord("y")
+        file.write_bytes(text)
+        after = files_fingerprint({"a.txt": file})
+        assert after["files"] == before["files"] and after[CONTENTS] != before[CONTENTS], place
+    state = {"version": VERSION, "samples": 0, "lanes": 0, "cursors": {}, "fingerprint": before}
+    none = ([], lambda samples: np.zeros(0))  # lanes
+    with pytest.raises(ValueError, match="samples of the contents"):
+        resume(state, *none, after)
+    old = {**state, "fingerprint": {"files": before["files"]}}  # as older versions wrote it, without contents
+    assert resume(old, *none, after).samples == 0
+
+
+def test_a_shard_that_shrinks_is_named(tmp_path):
+    """Without the check a read ends in a bus error: the process of run_alone ends without an answer (the control)."""
+    read_shrunk_shard(tmp_path / "a", check=True)
+    with pytest.raises(AssertionError, match="ended without an answer"):
+        run_alone(read_shrunk_shard, tmp_path / "b", False)
+
+
+def read_shrunk_shard(folder, check):
+    """Read a shard after it was truncated, with or without the check of its size."""
+    folder.mkdir()
+    writer = ShardWriter(folder, 300)
+    writer.write(np.arange(100_000) % 300)
+    writer.finish(tokenizer="t", tokenizer_path="t")
+    reader = BlockReader(TokenShards(folder), seq_len=100, seed=0, shuffle=False)
+    starts = reader.order(np.array([990]))
+    reader.read(starts)
+    with (folder / "shard-00000.bin").open("r+b") as file:
+        file.truncate(4096)
+    if not check:
+        reader._sizes = [0] * len(reader._sizes)
+    with pytest.raises(DataError, match="shard-00000.bin: the file shrank to 4096 bytes from the 200000"):
+        reader.read(starts)

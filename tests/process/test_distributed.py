@@ -1,10 +1,12 @@
 """Process group setup of a rank, and exchange of values and tensors between ranks."""
 
 import os
+import random
 import resource
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
@@ -87,3 +89,13 @@ def test_tensors_are_gathered_on_the_first_rank_and_duplicates_come_from_the_low
     expected |= {"of all": torch.tensor(0)}
     assert other_ranks == [{}, {}] and first.keys() == expected.keys()
     assert all(torch.equal(first[name], expected[name]) and first[name].dtype == expected[name].dtype for name in first)
+
+
+def draws(seed):
+    distributed.set_seed(seed, rank=1)
+    return [random.random(), np.random.rand(), float(distributed.torch.rand(()))]
+
+
+def test_every_generator_is_seeded():
+    assert draws(3) == draws(3)
+    assert all(a != b for a, b in zip(draws(3), draws(4), strict=True))

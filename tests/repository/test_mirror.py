@@ -44,7 +44,6 @@ UNNAMED = {
     "planner/plan",
     "train",
     "training/caller_batches",
-    "training/final_export",
     "training/run",
     "training/step",
 }

@@ -5,6 +5,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from tests.support import jobs
 from torchtitan.checkpoint import rng_state
 from torchtitan.config.job import JobConfig
 from torchtitan.job import ResolvedJob
@@ -72,3 +73,10 @@ def test_checkpoints_without_all_degrees_load(saved_state):
     assert not torch.equal(numbers_after_restore(state, ranks, expert=2, tensor=2), numbers)
     del state["degrees"]
     assert torch.equal(numbers_after_restore(state, ranks), numbers)
+
+
+def test_a_start_without_checkpoints_is_logged(tmp_path):
+    texts = jobs.write_texts(tmp_path / "texts")
+    message = "checkpoint.enable is off: the weights will be lost when the run ends"
+    _, _, err = jobs.run(jobs.arguments(tmp_path / "a", texts, training__steps=1))
+    assert message in err

@@ -187,6 +187,7 @@ def apply_activation_checkpoint(
     """
     if mode in ("none", "memory_budget"):
         return
+    assert mode in ("selective", "full", "full_keep_comm"), mode  # a new one says here what it wraps
     wrap = partial(checkpoint_wrapper, preserve_rng_state=preserve_rng_state, early_stop=early_stop)
     every = 1
     if mode == "selective" and selective_option == "op":

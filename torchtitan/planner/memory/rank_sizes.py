@@ -119,6 +119,7 @@ class RankSizes(RankWeights):
             return self._activations(layer)
         if recompute.mode == "selective" and recompute.selective_ac_option == "op":
             return self._products(layer)
+        assert recompute.mode in ("selective", "full", "full_keep_comm"), recompute.mode
         place = next(stage.index(layer) for stage in self.stages if layer in stage)
         return self.hidden if place % (self.recomputed_period or 1) == 0 else self._activations(layer)
 
