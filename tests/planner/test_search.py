@@ -352,13 +352,13 @@ def test_ulysses_sends_a_share_of_the_heads():
     tokens = timer.workload.seq_len / 4
     size = 2 * 128 * tokens * (2 * 32 + 2 * 8) * 3 / 4
     ulysses = dataclasses.replace(plan, cp_method="ulysses")
-    waited = timer.messages.waited(ulysses, False, tokens)["cp"]
+    waited = timer.messages.waited(ulysses, False, tokens, 0.0)["cp"]
     assert waited == pytest.approx(2 * (2 * 3 * link.latency + size / link.reached_bandwidth))
     assert timer.messages._attention_message(dataclasses.replace(ulysses, cp=16), tokens)[0] == pytest.approx(
         2 * 128 * tokens * (2 * 32 + 2 * 16) * 15 / 16  # heads of keys are repeated, one for each rank
     )
     gathered = 2 * 128 * tokens * 2 * 8 * 3
-    waited = timer.messages.waited(plan, False, tokens)["cp"]
+    waited = timer.messages.waited(plan, False, tokens, 0.0)["cp"]
     assert waited == pytest.approx(2 * (3 * link.latency + gathered / link.reached_bandwidth))
 
 

@@ -139,6 +139,20 @@ def test_bytes_of_fsdp_are_those_of_the_rehearsal(messages):
     assert formula == pytest.approx(rehearsed, rel=2e-3)
 
 
+def test_every_second_block_of_a_stage_is_replayed_with_its_messages():
+    """The blocks of each stage with an even number are, as parallelize wraps them: one of one, two of three."""
+    times = timer(load_hardware("h100-80"))
+    plan = Plan(tp=2, shards=4, recompute="2")
+    layers = times.workload.args.n_layers
+    none, full = (times.step_time(dataclasses.replace(plan, recompute=mode)).parts for mode in ("none", "full"))
+    share, every_second = -(-layers // 2) / layers, times.step_time(plan).parts
+    assert every_second["recompute"] == pytest.approx(share * full["recompute"])
+    assert every_second["tp"] == pytest.approx(none["tp"] + share * (full["tp"] - none["tp"]))
+    assert [plan.replayed_share(blocks) for blocks in (1, 2, 3)] == [1, 1 / 2, 2 / 3]
+    single = Plan(pp=layers, recompute="2", schedule="1F1B", microbatches=8)
+    assert times.stage_times(single) == times.stage_times(dataclasses.replace(single, recompute="full"))
+
+
 def test_an_all_to_all_between_machines_sends_all_its_parts_there():
     """Of 16 ranks in two machines half of the bytes go to the other one; a gather sends them there once for 8 ranks."""
     gpu = load_hardware("h100-80")

@@ -6,6 +6,7 @@ A plan never changes the training: model, sequence length and samples of a step 
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
+from math import ceil
 from typing import Any
 
 from torchtitan.config.sections.model import Compile, Parallelism
@@ -229,6 +230,16 @@ class Plan:
     def merges_backward(self) -> bool:
         """True if gradients of inputs and weights are computed together, as recompute and compile need it."""
         return self.recompute != "none" or self.compiled
+
+    def replayed_share(self, blocks: int | None = None) -> float:
+        """Return the share of a stage's blocks that backward replays in whole, messages too.
+
+        None: of a stage without a remainder, the smallest share.
+        """
+        if not self.recompute.isdecimal():
+            return float(self.recompute == "full")
+        period = int(self.recompute)
+        return ceil(blocks / period) / blocks if blocks else 1 / period
 
     @property
     def layout(self) -> tuple[int, int, int, int, str, int]:

@@ -268,31 +268,34 @@ class MessageTimer:
         """Return the slowest link of a group that spans `extent` neighbouring ranks."""
         return self.links.inside if extent <= self.links.machine else self.links.between
 
-    def of_block(self, plan: Plan, has_experts: bool, tokens: float) -> dict[str, MessageTime]:
-        """Return the messages of a block in forward and backward, for `tokens` of a rank, by axis."""
+    def of_block(self, plan: Plan, has_experts: bool, tokens: float, replayed: float) -> dict[str, MessageTime]:
+        """Return the messages of a block in forward and backward, for `tokens` of a rank, by axis.
+
+        `replayed`: share of the block that backward replays.
+        """
         args, b = self.workload.args, self.workload.compute_bytes
         messages: dict[str, MessageTime] = {}
-        replays = 1 + (plan.recompute == "full")
+        forwards = 1 + replayed
         if plan.tp > 1:
-            messages["tp"] = self.links.gather(b * args.dim * tokens, plan.tp, 1).times(4 * (1 + replays))
+            messages["tp"] = self.links.gather(b * args.dim * tokens, plan.tp, 1).times(4 * (1 + forwards))
         if plan.cp > 1:
             size, count = self._attention_message(plan, tokens)
             link = self._link(plan.tp * plan.cp)
             once = MessageTime(size / link.reached_bandwidth, count * (plan.cp - 1) * link.latency)
             backward = 3 if plan.cp_method in RINGS else 1  # a ring also passes their gradients, in float32
-            messages["cp"] = once.times(replays + backward)
+            messages["cp"] = once.times(forwards + backward)
         if plan.ep > 1 and has_experts:
             size = b * args.dim * tokens / plan.tp * args.top_k
-            messages["ep"] = self.links.exchange(size, plan.ep, 1).times(2 * (1 + replays))
+            messages["ep"] = self.links.exchange(size, plan.ep, 1).times(2 * (1 + forwards))
         turns = self.turns(plan)
         return {axis: message.times(turns) for axis, message in messages.items()}
 
-    def waited(self, plan: Plan, has_experts: bool, tokens: float) -> Parts:
-        """Return the seconds of messages that a block waits for, in forward and backward, for `tokens` of a rank."""
+    def waited(self, plan: Plan, has_experts: bool, tokens: float, replayed: float) -> Parts:
+        """Return the seconds of the messages of `of_block` that a rank waits for."""
         tp, overlapped_ep = "async_tp" if plan.async_tp else "tp", "overlapped_ep" if plan.overlap_experts else "ep"
         factor, exposed = self.calibration.factor, self._exposed
         shares = {"tp": factor(tp) * exposed(tp), "cp": exposed("cp"), "ep": factor("ep") * exposed(overlapped_ep)}
-        messages = self.of_block(plan, has_experts, tokens)
+        messages = self.of_block(plan, has_experts, tokens, replayed)
         return Parts({axis: shares[axis] * message.seconds for axis, message in messages.items()})
 
     def _attention_message(self, plan: Plan, tokens: float) -> tuple[float, int]:

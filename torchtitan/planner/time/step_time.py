@@ -166,17 +166,25 @@ class StepTimer:
             self._stages[key] = plan.stages(self.workload)
         return self._stages[key]
 
-    def block(self, plan: Plan, kind: int) -> BlockTime:
-        """Return the time of a block of `Workload.kinds` for one microbatch."""
+    def blocks(self, plan: Plan, stage: Counter[int], replayed: float | None = None) -> list[tuple[BlockTime, int]]:
+        """Return the time of each kind of block of a stage for one microbatch, and the number of these blocks.
+
+        `replayed`: share of the blocks that backward replays; None: as the plan has it in a stage of this size.
+        """
+        share = plan.replayed_share(stage.total()) if replayed is None else replayed
+        return [(self.block(plan, kind, share), count) for kind, count in stage.items()]
+
+    def block(self, plan: Plan, kind: int, replayed: float) -> BlockTime:
+        """Return the mean time of blocks of `Workload.kinds` for one microbatch, if this share of them is replayed."""
         key = (
-            *(kind, plan.tp, plan.cp, plan.ep, plan.microbatch, plan.recompute, plan.compiled, plan.async_tp),
-            *(plan.cp_method, plan.overlap_experts, self.hardware.slowdown(plan.gpus)),
+            *(kind, replayed, plan.tp, plan.cp, plan.ep, plan.microbatch, plan.recompute, plan.compiled),
+            *(plan.async_tp, plan.cp_method, plan.overlap_experts, self.hardware.slowdown(plan.gpus)),
         )
         if key not in self._blocks:
-            self._blocks[key] = self._block(plan, self.workload.kinds[kind])
+            self._blocks[key] = self._block(plan, self.workload.kinds[kind], replayed)
         return self._blocks[key]
 
-    def _block(self, plan: Plan, sizes: Sizes) -> BlockTime:
+    def _block(self, plan: Plan, sizes: Sizes, replayed: float) -> BlockTime:
         tokens = plan.microbatch * self.workload.seq_len / plan.cp
         local_tokens = tokens / plan.tp
         slowdown = self.hardware.slowdown(plan.gpus)
@@ -186,11 +194,8 @@ class StepTimer:
         size = passes * self._elementwise(plan, sizes, tokens, local_tokens)
         moved = slowdown * self._moved(size + self._rounded(plan, sizes, tokens, local_tokens))
         forward = products + attention + moved
-        share = {"none": 0.0, "full": 1.0}.get(plan.recompute)
-        if share is None:
-            share = 1 / int(plan.recompute) if plan.recompute.isdecimal() else 0.0
         replay = {"op": moved, "memory_budget": moved, "half": moved + products / 2}.get(
-            plan.recompute, share * forward
+            plan.recompute, replayed * forward
         )
         dense = sum(
             outputs * inputs / (1 if split_side(name) is None else plan.tp)
@@ -204,7 +209,7 @@ class StepTimer:
             attention=attention,
             moved=moved,
             replay=replay,
-            waited=self.messages.waited(plan, STACK in sizes, tokens),
+            waited=self.messages.waited(plan, STACK in sizes, tokens, replayed),
             weights=WeightCounts(dense, experts),
         )
 
@@ -223,12 +228,11 @@ class StepTimer:
         logits = slowdown * self._moved(passes * 12 * tokens * args.vocab_size / plan.tp + sums)
         return product, logits
 
-    def _sum(self, plan: Plan, stages: Iterable[Counter[int]], with_head: bool) -> Parts:
-        """Return the seconds of these stages for one microbatch by part."""
+    def _sum(self, plan: Plan, stages: Iterable[Counter[int]], with_head: bool, replayed: float | None = None) -> Parts:
+        """Return the seconds of these stages for one microbatch by part. `replayed`: as of `blocks`."""
         parts = Parts()
-        for kinds in stages:
-            for kind, count in kinds.items():
-                block = self.block(plan, kind)
+        for stage in stages:
+            for block, count in self.blocks(plan, stage, replayed):
                 for name, seconds in block.parts.items():
                     parts[name] += count * seconds
         if with_head:
@@ -252,7 +256,7 @@ class StepTimer:
         A pipeline has a copy of tied embeddings at both ends.
         """
         stages = self.stages(plan)
-        blocks = [(self.block(plan, kind), count) for number in numbers for kind, count in stages[number].items()]
+        blocks = [block for number in numbers for block in self.blocks(plan, stages[number])]
         has_head = len(stages) - 1 in numbers and (plan.pp > 1 or not self.workload.args.tied_embeddings)
         ends = self.workload.embedding_size / plan.tp * ((0 in numbers) + has_head)
         dense = sum(count * block.weights.dense for block, count in blocks)
@@ -298,7 +302,7 @@ class StepTimer:
     def least_seconds(self, layout: Plan) -> float:
         """Return a lower bound of a step for all schedules and replicas: an even share of the blocks, no bubble."""
         fastest = replace(layout, overlap_experts=layout.pp > 1 and layout.ep > 1)
-        parts = self._sum(fastest, [self.all_blocks], with_head=True)
+        parts = self._sum(fastest, [self.all_blocks], with_head=True, replayed=layout.replayed_share())
         seconds = parts.total() * layout.microbatches * layout.passes / layout.pp
         return seconds * (1 + self._straggling(layout))
 
@@ -366,8 +370,8 @@ class StepTimer:
         stages = self.stages(plan)
         start = 0.0 if self.messages.overlap else ACTION_SECONDS
         merged = plan.merges_backward or not schedule_traits(plan.schedule).split_backward
-        for number, kinds in enumerate(stages):
-            blocks = [(self.block(plan, kind), count) for kind, count in kinds.items()]
+        for number, stage in enumerate(stages):
+            blocks = self.blocks(plan, stage)
             forward = sum(count * block.forward for block, count in blocks)
             input_grad = sum(count * block.input_grad for block, count in blocks)
             weight_grad = sum(count * block.products for block, count in blocks)
@@ -421,17 +425,13 @@ class StepTimer:
             "replicas": self.messages.sum_replicas(plan, self.stored(plan, weights)),
         }
         tokens = plan.microbatch * self.workload.seq_len / plan.cp
-        blocks = max(
-            (
-                sum((self.stages(plan)[number] for number in plan.stages_of_rank(rank)), Counter())
-                for rank in range(plan.pp)
-            ),
-            key=Counter.total,
-        )
-        for kind, number in blocks.items():
-            has_experts = STACK in self.workload.kinds[kind]
-            for axis, message in self.messages.of_block(plan, has_experts, tokens).items():
-                sent[axis] = sent.get(axis, MessageTime()).and_then(message.times(number * count))
+        ranks = ([self.stages(plan)[number] for number in plan.stages_of_rank(rank)] for rank in range(plan.pp))
+        for stage in max(ranks, key=lambda stages: sum(map(Counter.total, stages))):
+            replayed = plan.replayed_share(stage.total())
+            for kind, number in stage.items():
+                has_experts = STACK in self.workload.kinds[kind]
+                for axis, message in self.messages.of_block(plan, has_experts, tokens, replayed).items():
+                    sent[axis] = sent.get(axis, MessageTime()).and_then(message.times(number * count))
         return {axis: message for axis, message in sent.items() if message.seconds}
 
     def _copied(self, plan: Plan, weights: WeightCounts, dense: float, experts: float) -> float:
