@@ -202,6 +202,7 @@ MESSAGES = {
     "CP 4": (["context_parallel_degree=4"], 8),
     "CP 2, ulysses": (["context_parallel_degree=2", "context_parallel_rotate_method=ulysses"], 8),
     "CP 2, all-to-all": (["context_parallel_degree=2", "context_parallel_rotate_method=alltoall"], 8),
+    "CP 16 over two machines": (["context_parallel_degree=16"], 32),
     "no resharding": (["fsdp_reshard_after_forward=never"], 16),
     "TP 2, CP 2, replicas": (
         ["tensor_parallel_degree=2", "context_parallel_degree=2", "data_parallel_replicate_degree=2"],

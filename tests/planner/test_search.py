@@ -354,9 +354,9 @@ def test_ulysses_sends_a_share_of_the_heads():
     ulysses = dataclasses.replace(plan, cp_method="ulysses")
     waited = timer.messages.waited(ulysses, False, tokens, 0.0)["cp"]
     assert waited == pytest.approx(2 * (2 * 3 * link.latency + size / link.reached_bandwidth))
-    assert timer.messages._attention_message(dataclasses.replace(ulysses, cp=16), tokens)[0] == pytest.approx(
-        2 * 128 * tokens * (2 * 32 + 2 * 16) * 15 / 16  # heads of keys are repeated, one for each rank
-    )
+    forward, _ = timer.messages._attention_messages(dataclasses.replace(ulysses, cp=16), tokens)
+    size = 2 * 128 * tokens * (2 * 32 + 2 * 16)  # heads of keys are repeated, one for each rank
+    assert forward == timer.messages.links.exchange(size, 16, 1, 2)
     gathered = 2 * 128 * tokens * 2 * 8 * 3
     waited = timer.messages.waited(plan, False, tokens, 0.0)["cp"]
     assert waited == pytest.approx(2 * (3 * link.latency + gathered / link.reached_bandwidth))

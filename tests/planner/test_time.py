@@ -161,6 +161,33 @@ def test_an_all_to_all_between_machines_sends_all_its_parts_there():
     assert messages.links.gather(1e9, 16, 1).transfer < messages.links.exchange(1e9, 16, 1).transfer
 
 
+@pytest.mark.parametrize("gpus", [6, 12])
+def test_groups_that_some_ranks_have_in_two_machines_use_the_network(gpus):
+    """A group of 3 ranks in machines of 8 is of the ranks 6, 7 and 8, too, unless the job fits into one machine."""
+    gpu = load_hardware("h100-80")
+    times = timer(gpu).messages
+    links, link = times.links_of(Plan(tp=3, shards=gpus // 3)), gpu.machine_link if gpus == 6 else gpu.network_link
+    for message in (links.gather(3e9, 3, 1), links.exchange(3e9, 3, 1), links.send(2e9, 3)):
+        assert message.transfer == pytest.approx(2e9 / link.reached_bandwidth)
+    assert times.links.sent("all_gather", 2e9, 1, [6, 7, 8]) == times.links_of(Plan(shards=12)).gather(3e9, 3, 1)
+    assert times.links.sent("all_gather", 2e9, 1, [3, 4, 5]) == times.links_of(Plan(shards=3)).gather(3e9, 3, 1)
+    assert times.links.gather(3e9, 2, 3) == times.links.gather(3e9, 2, 8)  # the ranks 6 and 9
+
+
+def test_context_parallel_between_machines_shares_their_network_cards():
+    """Keys and values of 8 ranks leave a machine once, by 8 cards. In backward each rank exchanges its gradients."""
+    gpu = load_hardware("h100-80")
+    times, tokens = timer(gpu).messages, 4096
+    args, plan = times.workload.args, Plan(cp=16)
+    size = 16 * times.workload.compute_bytes * tokens * args.head_dim * 2 * args.num_kv_heads
+    message = times.of_block(plan, False, tokens, 0.0)["cp"]
+    assert message == times.links.gather(size, 16, 1).and_then(times.links.exchange(size, 16, 1))
+    inside, between = (link.reached_bandwidth for link in (gpu.machine_link, gpu.network_link))
+    assert message.transfer == pytest.approx(max(7 / 8 / inside, 1 / 2 / 8 / between) * size + size / 2 / between)
+    ring = times.of_block(dataclasses.replace(plan, cp_method="alltoall"), False, tokens, 0.0)["cp"]
+    assert ring.transfer == pytest.approx(4 * 15 / 16 * size / between)
+
+
 def test_quantized_reductions_between_machines_take_two_hops():
     """An all-to-all of all numbers in a machine of 8, then one of an eighth of them with the same GPU of the other."""
     times = timer(load_hardware("h100-80"), reduce_bits=4, reshard=8)

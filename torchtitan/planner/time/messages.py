@@ -4,10 +4,11 @@ A message takes latency + bytes / bandwidth of the link inside or between machin
 a CPU share its cores, and gloo sends with the cores that compute, so there nothing overlaps. Imports no torch.
 """
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from math import ceil, lcm, log2
+from math import ceil, gcd, lcm, log2
 from typing import NamedTuple
 
 from torchtitan.core.hardware import Hardware, Link
@@ -174,11 +175,14 @@ class Links:
     between: Link
     """To other machines."""
     machine: int
-    """Ranks of a machine."""
+    """Ranks of the job in a machine."""
 
-    def _members(self, group: float, stride: int) -> float:
-        """Return the number of ranks that a group with members `stride` ranks apart has in a machine."""
-        return max(1, min(group, self.machine // stride))
+    def _members(self, group: float, stride: int) -> int:
+        """Return the number of ranks that each group with members `stride` ranks apart has in each of its machines.
+
+        One, if some group has them unevenly: a group of 3 in machines of 8 is of the ranks 6, 7 and 8, too.
+        """
+        return 1 if self.machine % stride else gcd(int(group), self.machine // stride)
 
     def gather(self, size: float, group: float, stride: int, messages: float = 1) -> MessageTime:
         """Return the time to gather `size` bytes in `messages` around a ring of ranks that are `stride` ranks apart.
@@ -223,16 +227,20 @@ class Links:
         """
         if len(group) < 2 or kind in ("receive", "barrier"):
             return MessageTime()
-        ranks, stride = len(group), group[1] - group[0]
-        total = size * ranks / (ranks - 1)
+        ranks, members = len(group), min(Counter(rank // self.machine for rank in group).values())
+        links, total = replace(self, machine=members), size * ranks / (ranks - 1)
         if kind == "all_reduce":
-            return self.all_reduce(total / 2, ranks, stride, calls)
+            return links.all_reduce(total / 2, ranks, 1, calls)
         if kind in ("all_gather", "reduce_scatter"):
-            return self.gather(total, ranks, stride, calls)
+            return links.gather(total, ranks, 1, calls)
         if kind == "all_to_all":
-            return self.exchange(total, ranks, stride, calls)
-        link = self.inside if group[0] // self.machine == group[1] // self.machine else self.between
-        return MessageTime(size / link.reached_bandwidth, calls * link.latency)
+            return links.exchange(total, ranks, 1, calls)
+        return links.send(size, ranks, calls)
+
+    def send(self, size: float, extent: int, messages: float = 1) -> MessageTime:
+        """Return the time to send `size` bytes to a rank by the slowest link of `extent` neighbouring ranks."""
+        link = self.between if self.machine % extent else self.inside
+        return MessageTime(size / link.reached_bandwidth, messages * link.latency)
 
 
 @dataclass
@@ -243,9 +251,13 @@ class MessageTimer:
     hardware: Hardware
     calibration: Calibration
 
+    def links_of(self, plan: Plan) -> Links:
+        """Return the links between the plan's ranks."""
+        return replace(self.links, machine=min(self.links.machine, plan.gpus))
+
     @cached_property
     def links(self) -> Links:
-        """The links of the hardware with their factor."""
+        """The links between the ranks of whole machines, with their factor."""
         factor, links = self.calibration.factor("messages"), (self.hardware.machine_link, self.hardware.network_link)
         inside, between = (
             replace(link, bandwidth=link.bandwidth / factor, latency=link.latency * factor) for link in links
@@ -264,10 +276,6 @@ class MessageTimer:
     def _exposed(self, kind: str) -> float:
         return EXPOSED[kind] if self.overlap else 1.0
 
-    def _link(self, extent: int) -> Link:
-        """Return the slowest link of a group that spans `extent` neighbouring ranks."""
-        return self.links.inside if extent <= self.links.machine else self.links.between
-
     def of_block(self, plan: Plan, has_experts: bool, tokens: float, replayed: float) -> dict[str, MessageTime]:
         """Return the messages of a block in forward and backward, for `tokens` of a rank, by axis.
 
@@ -275,18 +283,15 @@ class MessageTimer:
         """
         args, b = self.workload.args, self.workload.compute_bytes
         messages: dict[str, MessageTime] = {}
-        forwards = 1 + replayed
+        links, forwards = self.links_of(plan), 1 + replayed
         if plan.tp > 1:
-            messages["tp"] = self.links.gather(b * args.dim * tokens, plan.tp, 1).times(4 * (1 + forwards))
+            messages["tp"] = links.gather(b * args.dim * tokens, plan.tp, 1).times(4 * (1 + forwards))
         if plan.cp > 1:
-            size, count = self._attention_message(plan, tokens)
-            link = self._link(plan.tp * plan.cp)
-            once = MessageTime(size / link.reached_bandwidth, count * (plan.cp - 1) * link.latency)
-            backward = 3 if plan.cp_method in RINGS else 1  # a ring also passes their gradients, in float32
-            messages["cp"] = once.times(forwards + backward)
+            forward, backward = self._attention_messages(plan, tokens)
+            messages["cp"] = forward.times(forwards).and_then(backward)
         if plan.ep > 1 and has_experts:
             size = b * args.dim * tokens / plan.tp * args.top_k
-            messages["ep"] = self.links.exchange(size, plan.ep, 1).times(2 * (1 + forwards))
+            messages["ep"] = links.exchange(size, plan.ep, 1).times(2 * (1 + forwards))
         turns = self.turns(plan)
         return {axis: message.times(turns) for axis, message in messages.items()}
 
@@ -298,26 +303,31 @@ class MessageTimer:
         messages = self.of_block(plan, has_experts, tokens, replayed)
         return Parts({axis: shares[axis] * message.seconds for axis, message in messages.items()})
 
-    def _attention_message(self, plan: Plan, tokens: float) -> tuple[float, int]:
-        """Return the bytes and the number of messages by which context parallel attends to all tokens once.
+    def _attention_messages(self, plan: Plan, tokens: float) -> tuple[MessageTime, MessageTime]:
+        """Return the messages of context parallel in forward and backward, without those that backward replays.
 
-        Ulysses sends queries, keys, values and results, but for its share of the heads; others send keys and values to
-        every rank. Ulysses repeats the heads of keys until their number divides by the ranks.
+        Ulysses exchanges queries, keys, values and results, and their gradients. It repeats the heads of keys until
+        their number divides by the ranks. Others gather keys and values, and exchange their gradients, or pass both
+        from rank to rank.
         """
-        args, b = self.workload.args, self.workload.compute_bytes
+        args, b, links = self.workload.args, self.workload.compute_bytes, self.links_of(plan)
         heads, key_heads = args.n_heads // plan.tp, max(1, getattr(args, "num_kv_heads", args.n_heads) // plan.tp)
         values = b * tokens * getattr(args, "head_dim", 128)
         if plan.cp_method == "ulysses":
-            return values * 2 * (heads + lcm(key_heads, plan.cp)) * (plan.cp - 1) / plan.cp, 2
-        return values * 2 * getattr(args, "num_kv_heads", args.n_heads) / plan.tp * (plan.cp - 1), 1
+            message = links.exchange(values * 2 * (heads + lcm(key_heads, plan.cp)), plan.cp, plan.tp, 2)
+            return message, message
+        size = values * 2 * getattr(args, "num_kv_heads", args.n_heads) / plan.tp
+        if plan.cp_method in RINGS:
+            message = links.send(size * (plan.cp - 1), plan.tp * plan.cp, plan.cp - 1)
+            return message, message.times(3)  # their gradients too, in float32
+        size *= plan.cp
+        return links.gather(size, plan.cp, plan.tp), links.exchange(size, plan.cp, plan.tp)
 
     def send(self, plan: Plan) -> float:
         """Return the seconds from the end of a stage to its result's arrival on the next rank."""
         tokens = plan.microbatch * self.workload.seq_len / plan.cp / plan.tp
-        extent = plan.tp * plan.cp * plan.shards * plan.replicas * plan.pp
         size = self.workload.compute_bytes * self.workload.args.dim * tokens
-        link = self._link(extent)
-        return self.turns(plan) * (link.latency + size / link.reached_bandwidth)
+        return self.turns(plan) * self.links_of(plan).send(size, plan.gpus).seconds
 
     # FSDP
 
@@ -329,11 +339,11 @@ class MessageTimer:
 
         `inner`: number of ranks that share a second copy; 0 to gather from all shards.
         """
-        blocks = self.blocks_of_a_rank(plan)
-        message = self.links.gather(dense, inner or plan.shards * plan.cp, plan.tp, blocks)
+        blocks, links = self.blocks_of_a_rank(plan), self.links_of(plan)
+        message = links.gather(dense, inner or plan.shards * plan.cp, plan.tp, blocks)
         group = inner if inner and plan.ep == 1 else plan.expert_shards  # other experts have no second copy
         stride = max(plan.tp, plan.ep)
-        message = message.and_then(self.links.gather(self.workload.weight_bytes * experts, group, stride, blocks))
+        message = message.and_then(links.gather(self.workload.weight_bytes * experts, group, stride, blocks))
         return message.times(self.turns(plan))
 
     def reduce_gradients(self, plan: Plan, weights: WeightCounts) -> MessageTime:
@@ -341,18 +351,18 @@ class MessageTimer:
 
         Quantized reductions are all-to-alls, in two hops where there are second shards.
         """
-        workload, blocks = self.workload, self.blocks_of_a_rank(plan)
+        workload, blocks, links = self.workload, self.blocks_of_a_rank(plan), self.links_of(plan)
         size = workload.message_bytes(workload.reduce_bits, workload.reduced_bytes)
         inner = 1 if isinstance(workload.reshard, str) else workload.reshard
 
         def hops(numbers: float, group: float, stride: int, inner: int) -> MessageTime:
             if not workload.reduce_bits:
-                return self.links.gather(size * numbers, group, stride, blocks)
+                return links.gather(size * numbers, group, stride, blocks)
             messages = blocks * max(1, ceil(numbers / blocks / PIECE))
             if inner == 1:
-                return self.links.exchange(size * numbers, group, stride, messages)
-            first = self.links.exchange(size * numbers, inner, stride, messages)
-            return first.and_then(self.links.exchange(size * numbers / inner, group / inner, stride * inner, messages))
+                return links.exchange(size * numbers, group, stride, messages)
+            first = links.exchange(size * numbers, inner, stride, messages)
+            return first.and_then(links.exchange(size * numbers / inner, group / inner, stride * inner, messages))
 
         dense = hops(weights.dense, plan.shards * plan.cp, plan.tp, inner)
         experts = hops(weights.experts, plan.expert_shards, max(plan.tp, plan.ep), inner if plan.ep == 1 else 1)
@@ -361,7 +371,7 @@ class MessageTimer:
     def sum_replicas(self, plan: Plan, stored: float) -> MessageTime:
         """Return the time to sum the gradients of `stored` weights over replicas."""
         size, stride = self.workload.reduced_bytes * stored, plan.tp * plan.cp * plan.shards
-        message = self.links.all_reduce(size, plan.replicas, stride, self.blocks_of_a_rank(plan))
+        message = self.links_of(plan).all_reduce(size, plan.replicas, stride, self.blocks_of_a_rank(plan))
         return message.times(self.turns(plan))
 
     def exposed_beside(self, message: MessageTime, computed: float) -> float:

@@ -179,6 +179,7 @@ class StepTimer:
         key = (
             *(kind, replayed, plan.tp, plan.cp, plan.ep, plan.microbatch, plan.recompute, plan.compiled),
             *(plan.async_tp, plan.cp_method, plan.overlap_experts, self.hardware.slowdown(plan.gpus)),
+            self.messages.links_of(plan).machine,
         )
         if key not in self._blocks:
             self._blocks[key] = self._block(plan, self.workload.kinds[kind], replayed)
