@@ -8,7 +8,6 @@ import json
 import re
 import select
 import socket
-import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from tests.support import jobs
+from tests.support.forked_job import Program
 from tests.support.launched_ranks import nothing_is_left, started
 from tests.support.machines import (
     FINISH_AFTER_RESTART,
@@ -349,9 +349,7 @@ def test_a_first_launcher_that_is_started_again_is_rejoined(tmp_path):
         wait_until_ready(process)
     machines[0].kill()
     assert "trying for up to 100 s to reach it again" in machines[1].stderr.readline()
-    successor = subprocess.Popen(
-        machines[0].args, cwd=jobs.ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
-    )
+    successor = Program(*machines[0].args, folder=jobs.ROOT)
     started.append(successor)
     for process in (successor, machines[1]):  # new ranks on both
         wait_until_ready(process)

@@ -134,13 +134,13 @@ STARTER = """
 import random, sys, time
 from pathlib import Path
 from torchtitan.core.errors import JobError
-from torchtitan.launcher import lock
-here = lock.this_process()
+from torchtitan.launcher.run_folder import hold_lock, this_process
+here = this_process()
 print("ready", flush=True)
 sys.stdin.readline()
 for turn in range(10):
     try:
-        with lock.hold_lock(Path(sys.argv[1]), here):
+        with hold_lock(Path(sys.argv[1]), here):
             print("in", flush=True)
             mark = Path(sys.argv[1], "inside")
             mark.touch(exist_ok=False)  # fails if another process holds the lock

@@ -190,7 +190,7 @@ def test_a_default_without_effect_ends_the_search(capsys, tmp_path, monkeypatch)
         next(calls)  # StopIteration, which a generator makes a RuntimeError, if it is asked again and again
         yield facts.fault("training.steps", "another", "")
 
-    monkeypatch.setattr(upgrade, "WITHOUT_EFFECT", [at_its_default])
+    monkeypatch.setattr(translation, "WITHOUT_EFFECT", [at_its_default])
     code, out, err = upgrade(capsys, tmp_path, "[job]\ndescription = 'x'")
     assert (code, err) == (0, []) and "training.steps" not in out
 

@@ -183,7 +183,7 @@ def test_the_default_file_of_accelerate_is_named(workdir, monkeypatch):
 def test_a_script_without_an_accelerator():
     """ReLoRA's script creates no Accelerator, so settings of accelerate have no effect."""
     script = "torchrun_main.py --model_config configs/llama_250m.json --batch_size 24 --total_batch_size 48"
-    with pytest.raises(ConfigError, match="mixed_precision: .*its own flags say precision") as error:
+    with pytest.raises(ConfigError, match="mixed_precision: .*its own flags set precision") as error:
         translate(
             parse(split([f"accelerate launch --num_processes 2 --mixed_precision bf16 --use_fsdp {script}"])), None
         )
