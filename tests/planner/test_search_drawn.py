@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from torchtitan.commands.plan import find_robust, with_network
 from torchtitan.config import manager
 from torchtitan.core.hardware import load_hardware
 from torchtitan.job import ResolvedJob
@@ -118,11 +119,44 @@ def degrees_of(plan: Plan) -> tuple[int, int, int]:
     return plan.tp, plan.pp, plan.shards * plan.replicas * plan.cp
 
 
+def small_search(samples: int) -> Search:
+    """Return the search of a small job on machines of one GPU, so that all messages need the network."""
+    search = search_of(samples, {"model.name": "llama3", "model.flavor": "debugmodel", "training.seq_len": 256})
+    return search.with_hardware(replace(H100, devices_per_machine=1))
+
+
+def test_a_deadline_is_for_the_times_that_are_shown() -> None:
+    search = small_search(12)
+    fastest = find_robust(search, 4, 3, NO_LIMIT).best
+    seconds = max(one.time.seconds for one in fastest)
+    assert seconds < with_network(search, 0.76).timer.step_time(fastest[0].plan).seconds
+    in_time = find_robust(search, 4, 3, replace(NO_LIMIT, most_seconds=seconds)).best
+    assert [one.plan for one in in_time] == [one.plan for one in fastest]
+    least = min(one.time.seconds for one in find_robust(search, 4, 100, NO_LIMIT).judged)
+    late = find_robust(search, 4, 3, replace(NO_LIMIT, most_seconds=0.99 * least))
+    assert not late.best and set(late.excluded) == {"deadline or budget"} and late.complete
+
+
+def test_plans_that_may_fit_end_with_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The answer says so if a faster plan that may fit was not reached."""
+    search = small_search(12)
+    limits = Limits(max(one.memory.needed for one in find_robust(search, 4, 1, NO_LIMIT).best) - 1)
+    assert find_robust(search, 4, 1, limits, 3).complete
+    complete = search.find
+
+    def find(*arguments: object) -> object:
+        result = complete(*arguments)  # type: ignore[arg-type]
+        result.complete = arguments[2].certain  # type: ignore[attr-defined]
+        return result
+
+    monkeypatch.setattr("torchtitan.planner.search.Search.find", lambda self, *arguments: find(*arguments))
+    assert not find_robust(search, 4, 1, limits, 3).complete
+
+
 @pytest.mark.parametrize("number", range(4))
 def test_faster_plans_that_may_fit_are_those_of_judging_all(number: int) -> None:
     draw = random.Random(number)
-    gpus, samples = draw.choice([2, 3, 4, 6]), 12
-    search = search_of(samples, {"model.name": "llama3", "model.flavor": "debugmodel", "training.seq_len": 256})
+    gpus, search = draw.choice([2, 4]), small_search(12)
     space = search.space(gpus)
     plans = [
         chunked
@@ -134,13 +168,15 @@ def test_faster_plans_that_may_fit_are_those_of_judging_all(number: int) -> None
     ]
     needs = sorted(search.memory(plan).needed for plan in plans)
     limit = needs[draw.randrange(len(needs) // 4)]
-    result = search.find(gpus, 1, Limits(limit))
-    search.add_uncertain(result, gpus, 2, Limits(limit))
-    most = result.best[0].time.seconds if result.best else float("inf")
+    result = find_robust(search, gpus, 1, Limits(limit), 2)
+    slower = with_network(search, 0.76)  # which orders plans
+    most = slower.timer.step_time(result.best[0].plan).seconds if result.best else float("inf")
     times: dict[object, float] = {}
     for plan in plans:
-        memory, seconds = search.memory(plan), search.timer.step_time(plan).seconds
+        memory, seconds = search.memory(plan), slower.timer.step_time(plan).seconds
         is_faster = seconds < min(most, times.get(plan.layout, most))
         if memory.low <= limit < memory.needed and is_faster and not search.faults(plan):
             times[plan.layout] = seconds
-    assert [one.time.seconds for one in result.may_fit] == pytest.approx(sorted(times.values())[:2])
+    seconds = [slower.timer.step_time(one.plan).seconds for one in result.may_fit]
+    assert seconds == pytest.approx(sorted(times.values())[:2])
+    assert [one.time for one in result.may_fit] == [search.timer.step_time(one.plan) for one in result.may_fit]

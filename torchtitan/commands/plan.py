@@ -6,6 +6,7 @@ time against memory of the plans, and duration against price by number of GPUs.
 
 import argparse
 import json
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -134,6 +135,8 @@ PLANNED = {name for plan in (Plan(), Plan(tp=2, cp=2, pp=2, schedule="1F1B")) fo
 """Options that a plan sets. Their faults in the job do not matter."""
 LEAST_NETWORK, QUANTILE = 0.7, 0.8
 """Least share of the network that a job is expected to get, and the quantile of the step's time that orders plans."""
+SHARE = 1 - QUANTILE * (1 - LEAST_NETWORK)
+"""The share of the network at which the time of a step is that quantile."""
 MOST_UNCERTAIN = 3
 """Most plans to show that may fit."""
 WRITTEN = "# torchtitan plan: "
@@ -155,8 +158,7 @@ def main(argv: list[str]) -> int:
     question = ask(options, ResolvedJob(load_job(job_args)[0], options.gpus))
     with waiting("plans are searched"):
         number = max(options.top, options.explain or 0, options.rehearse)
-        result = find_robust(question.search, options.gpus, number, question.limits)
-        question.search.add_uncertain(result, options.gpus, MOST_UNCERTAIN, question.limits)
+        result = find_robust(question.search, options.gpus, number, question.limits, MOST_UNCERTAIN)
     if not result.plans:
         raise JobError(no_plan(result, options.gpus, question.limits.memory, question.search.state))
     if options.explain and options.explain > len(result.plans):
@@ -220,7 +222,7 @@ class PlanRequest:
     def rehearsed_peaks(self, result: Result) -> Iterator[int]:
         """Yield the bytes of tensors at the peak of the first plans' steps, as many as --rehearse gives.
 
-        First of those that may fit, then of the others.
+        First of those that may fit, up to as many of them too, then of the others.
         """
         for label, candidate in self.to_rehearse(result):
             with waiting(f"plan {label} is rehearsed"):
@@ -369,15 +371,32 @@ def with_network(search: Search, share: float) -> Search:
     return search.with_hardware(replace(search.hardware, network_link=replace(link, bandwidth=share * link.bandwidth)))
 
 
-def find_robust(search: Search, gpus: int, top: int, limits: Limits) -> Result:
+def find_robust(search: Search, gpus: int, top: int, limits: Limits, most_uncertain: int = 0) -> Result:
     """Find the plans with the shortest step on a network that is slower than expected.
 
     The share of the network that a job gets is uncertain: taken as even between LEAST_NETWORK and all of it. More of it
     never slows a step, so the step's QUANTILE is the step with that quantile of the missing share. The times of the
-    result are those of the whole network.
+    result are those of the whole network, and `limits` are for them. `most_uncertain`: of the plans that may fit and
+    are faster than the best one that counts as fitting, the most to add.
     """
-    result = with_network(search, 1 - QUANTILE * (1 - LEAST_NETWORK)).find(gpus, top, limits)
-    for plans in (result.best, result.judged):
+    slower = with_network(search, SHARE)
+
+    def is_in_time(plan: Plan) -> bool:
+        return limits.most_seconds == math.inf or search.timer.step_time(plan).seconds <= limits.most_seconds
+
+    def may_fit(plan: Plan) -> bool:
+        return search.memory(plan).needed > limits.memory and is_in_time(plan)
+
+    # no part of a step takes longer than at this share of its speed
+    within = replace(limits, most_seconds=limits.most_seconds / SHARE)
+    result = slower.find(gpus, top, within, is_in_time)
+    if most_uncertain:
+        if result.best:
+            within = replace(within, most_seconds=math.nextafter(result.best[0].time.seconds, 0))
+        lenient = slower.find(gpus, most_uncertain, replace(within, certain=False), may_fit)
+        result.may_fit = lenient.best
+        result.complete &= lenient.complete
+    for plans in (result.best, result.may_fit, result.judged):
         plans[:] = [replace(one, time=search.timer.step_time(one.plan)) for one in plans]
     return result
 
@@ -392,7 +411,7 @@ def network_lines(search: Search, best: Candidate) -> list[str]:
     loss = slower.timer.step_time(best.plan).seconds / best.time.seconds - 1
     usage = f"network: busy for {seconds / best.time.seconds:.0%} of a step"
     slowdown = f"with {LEAST_NETWORK:g} of it a step takes {loss:.1%} longer"
-    return [f"{usage}; {slowdown}. Plans are ordered by a step with {1 - QUANTILE * (1 - LEAST_NETWORK):g} of it"]
+    return [f"{usage}; {slowdown}. Plans are ordered by a step with {SHARE:g} of it"]
 
 
 # Report
@@ -421,7 +440,7 @@ def report(question: PlanRequest, result: Result, alternatives: list[tuple[str, 
     ]
     if result.may_fit:
         lines.append(
-            f"m: may fit; a plan is sure to fit in {NEEDED:g} times its tensors, and published runs reserved "
+            f"m: may fit; a plan counts as fitting in {NEEDED:g} times its tensors, and published runs reserved "
             f"{RESERVED[0]:g} times or more; --rehearse counts the tensors, and a few steps on the GPU decide"
         )
     job = question.job_plan()
@@ -471,7 +490,8 @@ def overlay(question: PlanRequest, best: Candidate) -> str:
     """
     planned = question.search.job(best.plan).config
     files = [str(Path(file).resolve()) for file in planned.job.config_file]
-    head = f"{WRITTEN}{best.plan}, predicted {figure(best.time.seconds, 3)} s a step, MFU {best.time.mfu:.1%}\n"
+    head = f"{WRITTEN}{best.plan}, predicted {figure(best.time.seconds, 3)} s a step, MFU {best.time.mfu:.1%}"
+    head += "; may fit\n" if best.memory.needed > question.limits.memory else "\n"
     base = manager.load([argument for file in files for argument in ("--job.config_file", file)])
     before, after = (dict(walk(as_dict(config))) for config in (base, planned))
     differing = {key: value for key, value in after.items() if before.get(key) != value and key != "job.config_file"}

@@ -248,7 +248,7 @@ class Limits:
     most_seconds: float = float("inf")
     """Of a step, from a deadline or a budget."""
     certain: bool = True
-    """True if plans have to be sure to fit, False if it is enough that they may."""
+    """True if plans have to count as fitting, False if it is enough that they may fit."""
 
 
 @dataclass(frozen=True)
@@ -267,7 +267,7 @@ class Result:
     best: list[Candidate] = field(default_factory=list)
     """Fastest first."""
     may_fit: list[Candidate] = field(default_factory=list)
-    """Faster ones that may fit, but are not sure to."""
+    """Faster ones that may fit, but do not count as fitting."""
     judged: list[Candidate] = field(default_factory=list)
     """All plans with a prediction that are legal and fit."""
     layouts: int = 0
@@ -278,7 +278,7 @@ class Result:
 
     @property
     def plans(self) -> list[Candidate]:
-        """The plans that are sure to fit or, if there are none, those that may."""
+        """The plans that count as fitting or, if there are none, those that may fit."""
         return self.best or self.may_fit
 
 
@@ -333,22 +333,16 @@ class Search:
         faults = [fault for fault in self.faults(single) if fault.key.startswith("compile.")]
         return (False,) if faults else (True, False)
 
-    def find(self, gpus: int, top: int, limits: Limits) -> Result:
-        """Return the fastest `top` plans on this number of GPUs.
+    def find(self, gpus: int, top: int, limits: Limits, accepts: Callable[[Plan], bool] = lambda plan: True) -> Result:
+        """Return the fastest `top` plans on this number of GPUs, of those that `accepts` returns True for.
 
         Where none is legal and fits, sequences are split into smaller parts than FEWEST_TOKENS.
         """
         space = self.space(gpus)
-        result = _Frontier(self, space, limits).run(top)
+        result = _Frontier(self, space, limits, accepts).run(top)
         if result.best or not result.complete:
             return result
-        return _Frontier(self, replace(space, fewest_tokens=1), limits).run(top)
-
-    def add_uncertain(self, result: Result, gpus: int, top: int, limits: Limits) -> None:
-        """Add the fastest `top` plans that may fit, if they are faster than the best plan that does."""
-        seconds = result.best[0].time.seconds if result.best else limits.most_seconds
-        lenient = self.find(gpus, top, replace(limits, most_seconds=seconds, certain=False))
-        result.may_fit = [one for one in lenient.best if one.memory.needed > limits.memory]
+        return _Frontier(self, replace(space, fewest_tokens=1), limits, accepts).run(top)
 
     def memory(self, plan: Plan) -> MemoryPrediction:
         """Predict the memory of a plan. Compilation matters where gradients could be computed apart without it."""
@@ -362,8 +356,8 @@ class Search:
 class _Frontier:
     """The queue of one search: layouts and plans by their lower bounds."""
 
-    def __init__(self, search: Search, space: Space, limits: Limits) -> None:
-        self.search, self.space, self.limits = search, space, limits
+    def __init__(self, search: Search, space: Space, limits: Limits, accepts: Callable[[Plan], bool]) -> None:
+        self.search, self.space, self.limits, self._accepts = search, space, limits, accepts
         self.result = Result()
         self._timer = search.timer.timer
         self._order = itertools.count()  # breaks ties by the order of enumeration
@@ -449,6 +443,10 @@ class _Frontier:
 
     def _judge(self, plan: Plan, alternatives: Iterator[Plan], full: list[Plan]) -> None:
         if plan.layout in self._listed:
+            return
+        if not self._accepts(plan):
+            self.result.excluded["deadline or budget"] += 1
+            self._next(alternatives, full)
             return
         if faults := self.search.faults(plan):
             self.result.excluded[faults[0].key] += 1
