@@ -110,7 +110,7 @@ def test_on_a_gpu_the_interval_of_published_runs_is_compared(needs, capsys, memo
 
 
 def test_a_plan_and_an_estimate_judge_alike(needs, capsys):
-    """The planner's interval of the same tensors is the same, and so is what is sure to fit."""
+    """The planner's interval of the same tensors is the same, and so is what counts as fitting."""
     (predicted,) = prediction.predict(ResolvedJob(manager.load(["--training.local_batch_size=4"]), 1, "cuda"))
     low, high = predicted.reserved("cuda")
     memory = predict_memory(ResolvedJob(manager.load([])), load_hardware("h100-80"))

@@ -1,8 +1,12 @@
 """Figures of an answer of `torchtitan plan`."""
 
+from collections import Counter
+from types import SimpleNamespace
+
 import pytest
 
 from torchtitan.planner import answer
+from torchtitan.planner.search import Result
 
 
 @pytest.mark.parametrize(
@@ -15,3 +19,32 @@ def test_figures_have_three_significant_digits(value, decimals, text):
 
 def test_amounts_have_the_letter_of_their_size():
     assert [answer.amount(count) for count in (15e12, 2.5e9, 3e6, 999)] == ["15 T", "2.5 G", "3 M", "999"]
+
+
+def candidate(seconds, needed=1.0):
+    parts = dict.fromkeys(answer.PARTS, seconds / len(answer.PARTS))
+    memory = SimpleNamespace(low=0.9 * needed, needed=needed)
+    return SimpleNamespace(time=SimpleNamespace(seconds=seconds, parts=parts), memory=memory)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "text"),
+    [
+        (1.2, "takes 20.0% longer: "),
+        (0.999, "is as fast as the best"),
+        (0.8, "is 25.0% faster on the whole network; plans are ordered by a step on a slower one"),
+    ],
+)
+def test_a_plan_is_slower_or_faster_than_the_best(seconds, text):
+    assert answer.loss_of(candidate(seconds), candidate(1.0), memory=1.0).startswith(text)
+
+
+def test_other_hardware_without_a_plan_that_counts_as_fitting_says_so():
+    (line,) = answer.comparison([("4 GPUs", None)], candidate(1.0), answer.Cost(1.0, None))
+    assert line.split(maxsplit=2)[2] == "no plan that counts as fitting"
+
+
+def test_adapters_are_predicted_by_another_command():
+    result = Result(excluded=Counter(memory=1))
+    text = answer.no_plan(result, gpus=1, memory=1.0, state=2.0)
+    assert 'adapter.kind = "lora" or "qlora"; `torchtitan estimate` predicts its memory' in text

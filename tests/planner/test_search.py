@@ -7,6 +7,7 @@ import math
 import random
 import re
 from itertools import islice
+from types import SimpleNamespace
 
 import pytest
 
@@ -433,6 +434,14 @@ def test_the_written_job_is_the_best_plan(capsys, tmp_path):
     job = manager.load(["--job.config_file", str(path)])
     assert dataclasses.asdict(Plan.of(ResolvedJob(job, 8), 16)) == best["plan"]
     assert 'extends = "' in path.read_text() and job.model.overrides == {"n_layers": 8}
+
+
+def test_the_written_job_says_that_it_may_fit():
+    search, result = searched("debug_model", 8, 16)
+    best = result.best[0]
+    for memory, says_so in ((best.memory.needed, False), (best.memory.needed - 1, True)):
+        head = command.overlay(SimpleNamespace(search=search, limits=Limits(memory)), best).splitlines()[0]
+        assert head.startswith(command.WRITTEN) and head.endswith("; may fit") == says_so
 
 
 def test_a_run_in_the_folder_of_the_job_does_not_matter(capsys, tmp_path):

@@ -346,9 +346,8 @@ def _of_plugin(entry: EntryPoint) -> CommandParser:
 
 
 def _plan() -> CommandParser:
-    parser = CommandParser(
-        "plan", "The first plan is the fastest. Exit code: 0 if there is a plan, 2 if none is legal.", "job"
-    )
+    order = "Plans are ordered by a step on a network that is slower than expected; those that may fit come first."
+    parser = CommandParser("plan", f"{order} Exit code: 0 if there is a plan, 2 if none is legal.", "job")
     count = whole_number(1)
     parser.add_argument("--gpus", type=count, required=True, metavar="N", help="number of GPUs")
     gpu = f"{', '.join(known_hardware())}, or a file (default {USUAL_GPU})"
@@ -372,7 +371,9 @@ def _plan() -> CommandParser:
     parser.add_argument("--restart-seconds", type=number_above_0, metavar="X", help=restart)
     explain = "show where the time and memory of the N-th plan go"
     parser.add_argument("--explain", type=whole_number(1, 100), metavar="N", help=explain)
-    rehearse = "rehearse the first N plans, for their memory to the byte; takes up to a minute each"
+    rehearse = (
+        "rehearse the first N plans, and up to N that may fit, for their memory to the byte; a minute each or less"
+    )
     parser.add_argument("--rehearse", type=whole_number(1, 100), metavar="N", default=0, help=rehearse)
     quick = "do not search plans for other hardware"
     parser.add_argument("--quick", action="store_true", help=quick)

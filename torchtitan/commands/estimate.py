@@ -197,7 +197,7 @@ def step_line(job: ResolvedJob, speeds: argparse.Namespace) -> list[str]:
 
 
 def verdict(most: Prediction, memory: float, device: Device) -> tuple[str, bool]:
-    """Return a line on whether the job fits, and True if it is sure to, as for a plan."""
+    """Return a line on whether the job fits, and True if it counts as fitting, as for a plan."""
     low, high = most.reserved(device)
     text = fit(low, most.needed(device), memory)
     fits = text == "fits"

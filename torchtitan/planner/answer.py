@@ -15,9 +15,9 @@ COUNTED, SIMULATED, FORMULA, ASSUMED = "counted", "simulated", "formula", "assum
 ASSUMED_PARTS = {"cp": "messages", "fsdp": "fsdp", "optimizer": "optimizer"}
 """Parts that published runs do not fit, and the factor by which other runs do. None fits the optimizer."""
 SMALLER_STATE = (
-    'train an adapter (adapter.kind = "lora" or "qlora"), store the optimizer state in 8 bits (optimizer.name = '
-    '"AdamW8bit") or everything in bfloat16 (training.dtype), keep the state on the host '
-    "(training.enable_cpu_offload), or give more --gpus"
+    'train an adapter (adapter.kind = "lora" or "qlora"; `torchtitan estimate` predicts its memory, `torchtitan plan` '
+    'does not), store the optimizer state in 8 bits (optimizer.name = "AdamW8bit") or everything in bfloat16 '
+    "(training.dtype), keep the state on the host (training.enable_cpu_offload), or give more --gpus"
 )
 """Remedy where not even the state of a job fits."""
 HEADER = f"{'':4}{'s/step':>9} {'tok/s/GPU':>9} {'MFU':>6} {'GiB, low-high':>14} {'bubble':>7}  "
@@ -136,7 +136,7 @@ def explanation(candidate: Candidate, calibration: Calibration) -> list[str]:
     lines.append(f"  {'tensors at the peak':42}{format_bytes(memory.total):>12}  {FORMULA}")
     reserved = f"{format_bytes(memory.low)} to {format_bytes(memory.high)}"
     lines.append(f"  {'reserved, with allocator and libraries':42}{reserved:>12}")
-    lines.append(f"  {'is sure to fit in':42}{format_bytes(memory.needed):>12}")
+    lines.append(f"  {'counts as fitting in':42}{format_bytes(memory.needed):>12}")
     return lines
 
 
@@ -145,8 +145,11 @@ def loss_of(plan: Candidate, best: Candidate, memory: float) -> str:
     if (verdict := fit(plan.memory.low, plan.memory.needed, memory)) != "fits":
         return f"{verdict}: needs {format_bytes(plan.memory.low)} to {format_bytes(plan.memory.needed)}"
     slower = plan.time.seconds / best.time.seconds - 1
-    if slower < 0.005:
+    if abs(slower) < 0.005:
         return "is as fast as the best"
+    if slower < 0:
+        faster = best.time.seconds / plan.time.seconds - 1
+        return f"is {faster:.1%} faster on the whole network; plans are ordered by a step on a slower one"
     more = {name: plan.time.parts[name] - best.time.parts[name] for name in PARTS}
     reasons = [name for name in sorted(more, key=lambda part: -more[part]) if more[name] > 0.1 * max(more.values())]
     texts = ", ".join(f"{PARTS[name]} +{figure(more[name], 3)} s" for name in reasons[:3])
@@ -215,7 +218,7 @@ def comparison(gained: Sequence[tuple[str, Candidate | None]], best: Candidate, 
     lines = []
     for change, candidate in gained:
         if candidate is None:
-            lines.append(f"  {change:24} no legal plan")
+            lines.append(f"  {change:24} no plan that counts as fitting")
             continue
         speed = best.time.seconds / candidate.time.seconds - 1
         money = cost.gpu_hours(candidate) / cost.gpu_hours(best) - 1

@@ -69,7 +69,7 @@ class Prediction:
         return reserved(self.peak, on_gpu=device == "cuda")
 
     def needed(self, device: Device) -> float:
-        """Return the bytes of the device in which these tensors are sure to fit."""
+        """Return the bytes of the device in which these tensors count as fitting."""
         return needed(self.peak, on_gpu=device == "cuda")
 
 
@@ -347,7 +347,7 @@ def _chooses_alike(pattern: str, layers: Mapping[str, set[str]], kind: frozenset
 # Changes that make a job fit
 
 Remedy = tuple[dict[str, Any], float]
-"""Options with their new values, and the bytes in which the changed job is sure to fit."""
+"""Options with their new values, and the bytes in which the changed job counts as fitting."""
 MOST_HALVES = 4
 
 

@@ -49,7 +49,7 @@ class MemoryPrediction:
     high: float
     """Most bytes that are reserved, where there is room."""
     needed: float
-    """Bytes in which a plan is sure to fit."""
+    """Bytes in which a plan counts as fitting."""
 
     @property
     def total(self) -> float:
@@ -64,7 +64,7 @@ def reserved(tensors: float, *, on_gpu: bool) -> tuple[float, float]:
 
 
 def needed(tensors: float, *, on_gpu: bool) -> float:
-    """Return the bytes of a device in which tensors of this many bytes at their peak are sure to fit."""
+    """Return the bytes of a device in which tensors of this many bytes at their peak count as fitting."""
     return NEEDED * tensors if on_gpu else tensors
 
 
