@@ -199,15 +199,22 @@ def test_a_small_cause_is_not_what_bounds_a_run(tmp_path, capsys, saved, bound):
 
 
 @pytest.mark.parametrize(
-    ("code", "remedy"), [(4, "torchtitan replay RUN --step N"), (7, "make room"), (8, "torchtitan estimate"), (0, None)]
+    ("code", "reason", "remedy"),
+    [
+        (4, "`torchtitan replay RUN --step 7` shows it", "torchtitan replay RUN --step N"),
+        (4, "the loss is 9, above 5 for 3 steps", None),
+        (7, "a reason", "make room"),
+        (8, "a reason", "torchtitan estimate"),
+        (0, "a reason", None),
+    ],
 )
-def test_the_answer_begins_with_the_end_and_what_to_do_about_it(tmp_path, capsys, code, remedy):
+def test_the_answer_begins_with_the_end_and_what_to_do_about_it(tmp_path, capsys, code, reason, remedy):
     write_account(tmp_path, train=60.0, save=40.0)
-    end = {"step": 7, "event": "end", "cause": "a cause", "reason": "a reason", "exit_code": code}
+    end = {"step": 7, "event": "end", "cause": "a cause", "reason": reason, "exit_code": code}
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(end) + "\n")
     first, second, *_ = output_of(capsys, "why", tmp_path).splitlines()
-    assert f"a cause after step 7 (exit code {code})" in first and "a reason" in first
+    assert f"a cause after step 7 (exit code {code})" in first and reason in first
     if remedy:
         assert second.startswith("first of all: ") and remedy in second.replace(str(tmp_path), "RUN")
     else:

@@ -2,6 +2,7 @@
 
 import json
 import math
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,9 +15,10 @@ from tests.support.pool import run_ranks
 from tests.support.relora_jobs import RELORA
 from torchtitan.config import manager
 from torchtitan.core.random_draws import local_part
-from torchtitan.guards import BadStep
+from torchtitan.guards import BadStep, Guards, NonFiniteError, StepGuard
 from torchtitan.guards.checksums import bit_sum
 from torchtitan.optimizers import OPTIMIZERS
+from torchtitan.process import distributed
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.trainer import Trainer
 
@@ -96,6 +98,45 @@ def test_a_second_fault_at_the_same_step_ends_the_run(texts, tmp_path):
 def test_without_a_checkpoint_it_ends_the_run(texts, tmp_path):
     error, step, _, ways_back = run_ranks(1, run, jobs.arguments(tmp_path, texts, training__steps=8), "")[0]
     assert error.startswith("NonFiniteError") and (step, ways_back) == (DAMAGED_STEP, 0)
+
+
+@pytest.fixture
+def guards(monkeypatch):
+    """Return the guards of one rank, without a process group, that can go back to no checkpoint."""
+    monkeypatch.setattr(distributed, "sum_ints", lambda *numbers: list(numbers))
+    monkeypatch.setattr(distributed, "sum_floats", lambda *numbers: list(numbers))
+    monkeypatch.setattr(distributed, "all_gather_json", lambda value: [value])
+    dims = SimpleNamespace(tp=1, world_size=1)
+    guards = Guards(StepGuard(), None, SimpleNamespace(dims=dims, not_finite_layers=list), compare_every=0)
+    guards.checkpointer = SimpleNamespace(not_finite=list, prepare_roll_back=lambda: False)
+    return guards
+
+
+@pytest.mark.parametrize("judges", [False, True], ids=["norm", "loss and norm"])
+def test_the_update_that_damaged_the_weights_is_the_one_to_look_into(guards, judges):
+    guards.steps = StepGuard(loss_threshold=5.0 if judges else None)
+    guards.checkpointer.not_finite = lambda: ["norm.weight", "output.weight"]
+    loss, norm = torch.tensor(2.0), torch.tensor(1.0)
+    assert guards.reason_to_skip(4, loss, norm, can_skip=False) == ""
+    with pytest.raises(NonFiniteError) as raised:
+        guards.reason_to_skip(5, math.nan * loss, math.nan * norm, can_skip=False)
+    damage = "2 weights or moments are NaN or infinite, norm.weight, output.weight, after step 4; the run stops"
+    assert f"in step 5: {damage}" in str(raised.value) and "`torchtitan replay RUN --step 4`" in str(raised.value)
+    guards.checkpointer.not_finite = list
+    with pytest.raises(NonFiniteError, match="in step 5; .*`torchtitan replay RUN --step 5`"):
+        guards.reason_to_skip(5, math.nan * loss, math.nan * norm, can_skip=False)
+
+
+def test_steps_that_were_not_checked_are_said(guards):
+    loss = torch.tensor(math.nan)
+    with pytest.raises(NonFiniteError, match="in step 10, the first one checked; "):
+        guards.refuse_non_finite("loss", loss, 1, step=10)
+    guards.refuse_non_finite("loss", torch.tensor(1.0), 0, step=1)
+    guards.refuse_non_finite("gradient norm", torch.tensor(1.0), 0, step=9)
+    with pytest.raises(NonFiniteError, match="in step 10, the first one checked since step 1; "):
+        guards.refuse_non_finite("loss", loss, 1, step=10)
+    with pytest.raises(NonFiniteError, match="in step 2; "):
+        guards.refuse_non_finite("loss", loss, 1, step=2)
 
 
 # Faults on one rank only

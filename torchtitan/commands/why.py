@@ -266,6 +266,8 @@ def main(argv: list[str]) -> int:
 def end_advice(run: Path, end: Record | None) -> Iterator[str]:
     """Yield what to do about the end of a run; nothing if it ended well or its end is not known."""
     remedy = AFTER_ENDS.get(end["exit_code"]) if end and is_finite(end.get("exit_code")) else None
+    if end and remedy == AFTER_ENDS[exit_codes.NON_FINITE] and "replay" not in str(end.get("reason")):
+        remedy = None  # the loss is finite, or no step is to blame
     if remedy is not None:
         yield f"first of all: {remedy.format(run=run)}; the rest of this answer is about its speed until then"
 

@@ -64,6 +64,8 @@ class Guards:
         self.most_empty_steps = MOST_EMPTY_STEPS
         self._empty_steps = 0
         """Number of steps in a row that had nothing to learn."""
+        self._finite_steps: dict[str, int] = {}
+        """The last step since the start or a rollback in which a quantity was checked and finite, by its name."""
 
     def reason_to_skip(
         self,
@@ -95,8 +97,9 @@ class Guards:
         total_loss, norm_sum = distributed.sum_floats(local_loss / dims.tp, local_norm)
         mean_norm = None if norm is None else norm_sum / dims.world_size
         finite = math.isfinite(total_loss) and math.isfinite(norm_sum)
+        damage = ""
         if not finite:  # with damaged weights every further step is bad too, so skipping this one would not help
-            self.roll_back_if_damaged(step - 1)
+            damage = self.roll_back_if_damaged(step - 1)
         verdict = self.steps.judge(
             step, total_loss, mean_norm, can_skip=can_skip, prepare_roll_back=self.prepare_roll_back
         )
@@ -105,7 +108,7 @@ class Guards:
         layer_hint = self._first_layer()
         if verdict.action == "stop":
             if not finite:
-                self.stop_non_finite(f"{verdict.reason} in step {step}", step - 1, step, layer_hint)
+                self.stop_non_finite(f"{verdict.reason} in step {step}", step - 1, step, layer_hint, damage)
             raise BadStep(f"step {step}: {verdict.reason}; the run stops before its update")
         if verdict.action == "roll back":
             raise RollBack(verdict.reason + layer_hint)
@@ -135,14 +138,20 @@ class Guards:
         All ranks must agree on the number of ranks first: replicas compute their own norms, so an error of one machine
         may show there alone, and the remedy is collective.
         """
+        bad_step = measured_in or step
         if not ranks:
+            self._finite_steps[quantity] = bad_step
             return
-        self.roll_back_if_damaged(step)
+        damage = self.roll_back_if_damaged(step)
         flags = distributed.all_gather_json(not_finite(value))
         numbers = ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
         reading = f"NaN or infinite on rank {numbers} alone" if value is None or not all(flags) else str(float(value))
-        bad_step = measured_in or step
-        self.stop_non_finite(f"the {quantity} is {reading} in step {bad_step}", step, bad_step, self._first_layer())
+        fault = f"the {quantity} is {reading} in step {bad_step}"
+        if quantity not in self._finite_steps and bad_step > 1:
+            fault += ", the first one checked"
+        elif self._finite_steps.get(quantity, 0) < bad_step - 1:
+            fault += f", the first one checked since step {self._finite_steps[quantity]}"
+        self.stop_non_finite(fault, step, bad_step, self._first_layer(), damage)
 
     def refuse_to_save(
         self, step: int, loss: torch.Tensor, norm: torch.Tensor | None, damaged: Callable[[], list[str]]
@@ -161,8 +170,12 @@ class Guards:
             self.roll_back(describe_damage(names), step)
             self.stop_non_finite(f"{describe_damage(names)} after step {step}", step, step)
 
-    def stop_non_finite(self, fault: str, step: int, bad_step: int, hint: str = "") -> NoReturn:
-        """Raise NonFiniteError. `step`: the last one that is done. `bad_step`: the one to look into."""
+    def stop_non_finite(self, fault: str, step: int, bad_step: int, hint: str = "", damage: str = "") -> NoReturn:
+        """Raise NonFiniteError. `step`: the last one that is done. `bad_step`: the one to look into. `damage`: of the
+        weights and moments after `step`. Where that came before `bad_step`, its update is the one to look into.
+        """
+        if damage and 0 < step < bad_step:
+            hint, bad_step = f"{hint}: {damage} after step {step}", step
         history = ", although the run went back to its checkpoint for that step before" * (step in self._rollback_steps)
         raise NonFiniteError(
             f"{fault}{hint}{history}; the run stops and saves no more. `torchtitan replay RUN --step {bad_step}` shows "
@@ -174,12 +187,16 @@ class Guards:
         """Wait for the save under way; return True if there is a checkpoint to go back to. Every rank calls it."""
         return self.checkpointer is not None and self.checkpointer.prepare_roll_back()
 
-    def roll_back_if_damaged(self, step: int) -> None:
-        """Raise `RollBack` if weights or moments after `step` are NaN or infinite and `roll_back` allows it. Every rank
-        calls it. It reads all of them, so it is called only after a non-finite loss or gradient.
+    def roll_back_if_damaged(self, step: int) -> str:
+        """Raise `RollBack` if weights or moments after `step` are NaN or infinite and `roll_back` allows it.
+
+        Else return a description of the damage, or "". Every rank calls it. It reads all of them, so it is called only
+        after a non-finite loss or gradient.
         """
-        if self.checkpointer is not None and (names := self.checkpointer.not_finite()):
-            self.roll_back(describe_damage(names), step)
+        if self.checkpointer is None or not (names := self.checkpointer.not_finite()):
+            return ""
+        self.roll_back(describe_damage(names), step)
+        return describe_damage(names)
 
     def roll_back(self, damage: str, step: int) -> None:
         """Raise `RollBack` for a damaged state after `step`, once for each step: a hardware error does not recur, but a
@@ -229,6 +246,7 @@ class Guards:
         repeated, perhaps with other values.
         """
         self._compared = -1
+        self._finite_steps.clear()
         if self.shards is not None:
             self.shards.record()
 
@@ -246,7 +264,8 @@ def not_finite(value: torch.Tensor | None) -> int:
 
 def describe_damage(names: list[str]) -> str:
     """Describe tensors that hold NaN or infinity."""
-    return f"{len(names)} weights or moments are NaN or infinite, {names[0]} among them,"
+    among = " among them" * (len(names) > MAX_NAMES_IN_ERRORS)
+    return f"{len(names)} weights or moments are NaN or infinite, {', '.join(names[:MAX_NAMES_IN_ERRORS])}{among},"
 
 
 def describe_flips(rank: int, names: list[str]) -> str:
