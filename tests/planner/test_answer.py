@@ -1,12 +1,17 @@
 """Figures of an answer of `torchtitan plan`."""
 
+import dataclasses
 from collections import Counter
 from types import SimpleNamespace
 
 import pytest
 
+from torchtitan.core.hardware import load_hardware
 from torchtitan.planner import answer
-from torchtitan.planner.search import Result
+from torchtitan.planner.plan import Plan
+from torchtitan.planner.search import Candidate, Result
+from torchtitan.planner.time.measured_runs import usual_calibration
+from torchtitan.planner.time.messages import Calibration, Parts, StepTime
 
 
 @pytest.mark.parametrize(
@@ -48,3 +53,16 @@ def test_adapters_are_predicted_by_another_command():
     result = Result(excluded=Counter(memory=1))
     text = answer.no_plan(result, gpus=1, memory=1.0, state=2.0)
     assert 'adapter.kind = "lora" or "qlora"; `torchtitan estimate` predicts its memory' in text
+
+
+def test_step_times_of_gpus_without_published_rows_are_extrapolated():
+    """Those of a CPU, whose curves are measured, and of runs on the same GPU are not."""
+    time = StepTime(Parts(products=1.0), mfu=0.4, tokens_per_second=1000.0, spread=0.4)
+    plan = Candidate(Plan(), time, None)
+    gpu, unknown = load_hardware("h100-80"), dataclasses.replace(load_hardware("h100-80"), chip="")
+    cpu, of_runs = load_hardware("cpu"), Calibration(evidence="fitted on 3 runs")
+    texts = [answer.extrapolation(plan, hardware, usual_calibration(hardware)) for hardware in (gpu, unknown, cpu)]
+    assert texts == ["", "no published row is of this GPU", ""]
+    assert answer.extrapolation(plan, unknown, of_runs) == ""
+    small = dataclasses.replace(plan, time=dataclasses.replace(time, outside="a model below 1B"))
+    assert "a model below 1B" in answer.extrapolation(small, gpu, usual_calibration(gpu))

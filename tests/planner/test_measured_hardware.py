@@ -37,7 +37,9 @@ def test_a_gpu_that_no_file_describes_is_recognized_by_its_own(tmp_path, monkeyp
     )
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: name)
     hardware = write_hardware(tmp_path / "ours.toml", ranks=1, sizes=TINY)
-    assert hardware.matches(name) and not hardware.matches(name + "2")
+    assert hardware.matches(name) and not hardware.matches(name + "2") and hardware.chip == ""
+    name = "NVIDIA H100 80GB HBM3"
+    assert measured_hardware.measure_hardware(1, TINY)["chip"] == "h100"
 
 
 def test_a_curve_is_recovered_from_its_samples():

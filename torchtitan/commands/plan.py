@@ -34,6 +34,7 @@ from torchtitan.planner.answer import (
     comparison,
     costs,
     explanation,
+    extrapolation,
     failure_lines,
     figure,
     gpus_text,
@@ -251,7 +252,9 @@ class PlanRequest:
         search, job = self.search, self.job_plan()
 
         def record_of(candidate: Candidate) -> dict[str, object]:
-            return as_record(candidate, self.cost, candidate.plan.changes(search.base.layout, search.samples))
+            options = candidate.plan.changes(search.base.layout, search.samples)
+            extrapolated = extrapolation(candidate, search.hardware, search.calibration)
+            return as_record(candidate, self.cost, options, extrapolated)
 
         return {
             "gpus": self.gpus,
@@ -423,11 +426,10 @@ def report(question: PlanRequest, result: Result, alternatives: list[tuple[str, 
     shown = result.best[: question.options.top]
     name = " + ".join(search.base.config.job.config_file) or "the default job"
     evidence = search.calibration.evidence
-    extrapolated = f"; step times extrapolated: no published row has {best.time.outside}" * bool(best.time.outside)
-    if not search.calibration.is_published and not question.options.runs:
-        extrapolated = "; step times extrapolated from other GPUs"
+    extrapolated = extrapolation(best, hardware, search.calibration)
     lines = [
-        f"{name} on {question.gpus:,} x {hardware.title}, {format_bytes(question.limits.memory)}{extrapolated}",
+        f"{name} on {question.gpus:,} x {hardware.title}, {format_bytes(question.limits.memory)}"
+        + f"; step times extrapolated: {extrapolated}" * bool(extrapolated),
         f"step times: {evidence}; interval {interval(best.time.spread)}. Bubbles: simulated. "
         "Memory: formula, allocator's share fitted. No step of these plans was measured",
         f"every plan trains {search.samples:,} samples x {workload.seq_len:,} tokens a step, as the job does",

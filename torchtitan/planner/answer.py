@@ -6,6 +6,7 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from torchtitan.core.errors import format_bytes
+from torchtitan.core.hardware import Hardware
 from torchtitan.planner.failures import Failures
 from torchtitan.planner.memory.closed_form import LIMITS, fit
 from torchtitan.planner.search import MOST_ACTIONS, Candidate, Result
@@ -192,8 +193,19 @@ def interval(spread: float) -> str:
     return f"-{spread / (1 + spread):.0%}/+{spread:.0%}"
 
 
-def as_record(candidate: Candidate, cost: Cost, options: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a plan for --json: figures, parts and the `options` of a job."""
+def extrapolation(candidate: Candidate, hardware: Hardware, calibration: Calibration) -> str:
+    """Return which published rows the step time of a plan lacks; empty if it has them, or needs none.
+
+    A CPU needs none, as its curves are measured.
+    """
+    if candidate.time.outside:
+        return f"no published row has {candidate.time.outside}"
+    lacks_rows = calibration.evidence.startswith(ASSUMED) and not hardware.cores
+    return "no published row is of this GPU" if lacks_rows else ""
+
+
+def as_record(candidate: Candidate, cost: Cost, options: Mapping[str, Any], extrapolated: str) -> dict[str, Any]:
+    """Return a plan for --json: figures, parts and the `options` of a job. `extrapolated`: by `extrapolation`."""
     time = candidate.time
     return {
         "plan": asdict(candidate.plan),
@@ -201,6 +213,7 @@ def as_record(candidate: Candidate, cost: Cost, options: Mapping[str, Any]) -> d
         "step_seconds": time.seconds,
         "step_seconds_low": time.low,
         "step_seconds_high": time.high,
+        "extrapolated": extrapolated,
         "tokens_per_second_per_gpu": time.tokens_per_second,
         "mfu": time.mfu,
         "bubble": time.bubble,

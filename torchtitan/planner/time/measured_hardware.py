@@ -121,6 +121,7 @@ def measure_hardware(ranks: int, sizes: Sizes | None = None) -> dict[str, Any]:
     shared = {"cores": _cores(), "float32": curves(torch.float32)} if kind == "cpu" else {}
     return {
         "title": torch.cuda.get_device_name() if kind == "cuda" else f"{platform.machine()}, {_cores()} cores",
+        "chip": published.chip if published else "",
         "device_names": device_names,
         "memory_gib": round(_memory(kind) / 2**30, 2),
         "memory_bandwidth": bandwidth,
