@@ -21,6 +21,7 @@ from torchtitan.launcher.run_folder import RecordedPlan, record_start
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
 from torchtitan.planner import estimate
+from torchtitan.planner import search as search_module
 from torchtitan.planner.memory.closed_form import LIMITS
 from torchtitan.planner.memory.rank_sizes import RankSizes
 from torchtitan.planner.plan import Plan, Workload
@@ -51,6 +52,28 @@ def searched(name, gpus, samples, gpu="h100-80", *options, top=10):
     workload = Workload.of(job, samples)
     search = Search(job, workload, samples, hardware, measured_runs.usual_calibration(hardware))
     return search, search.find(gpus, top, Limits(hardware.memory_gib * 2**30))
+
+
+def test_a_search_that_ends_without_a_plan_is_repeated_with_powers_of_2(monkeypatch):
+    """Otherwise a job that fits hardly anywhere has no plan, because all candidates of the first search are refused."""
+    spaces = []
+
+    class Frontier(search_module._Frontier):
+        def run(self, top):
+            spaces.append(self.space)
+            return super().run(top)
+
+    monkeypatch.setattr(search_module, "_Frontier", Frontier)
+    monkeypatch.setattr(search_module, "MOST_ACTIONS", 0)
+    _, result = searched("llama3_8b", 24, 24)
+    assert [space.coarse for space in spaces] == [False, True] and not result.complete
+    fine, coarse = (list(space.layouts()) for space in spaces)
+    degrees = {n for plan in coarse for n in (plan.tp, plan.cp, plan.pp, plan.ep, plan.microbatch)}
+    assert (
+        degrees == {1, 2, 4, 8}
+        and set(coarse) < set(fine)
+        and {plan.recompute for plan in coarse} == {*("none", "op", "full")}
+    )
 
 
 # Published runs

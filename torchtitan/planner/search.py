@@ -57,12 +57,14 @@ class Space:
     async_tp: bool
     """True if plans may use async tensor parallel."""
     fewest_tokens: int = FEWEST_TOKENS
+    coarse: bool = False
+    """Degrees and rows are powers of 2, and recompute is of no block, of operators or of all."""
 
     def layouts(self) -> Iterator[Plan]:
         """Yield plans that differ in degrees, rows or recompute: fully sharded, a pipeline without a schedule."""
         for degrees in self._degrees():
             rows = self.workload.rows // degrees.shards
-            for microbatch in divisors(rows):
+            for microbatch in self._divisors(rows):
                 if microbatch > MOST_ROWS * self.workload.rows_per_sample or microbatch % self.workload.rows_per_sample:
                     continue
                 count = rows // microbatch
@@ -70,7 +72,7 @@ class Space:
                     batched = replace(degrees, microbatch=microbatch, microbatches=count)
                 else:
                     batched = replace(degrees, microbatch=microbatch, passes=count)
-                for recompute in RECOMPUTE:
+                for recompute in (mode for mode in RECOMPUTE if not self.coarse or mode != "2"):
                     for async_tp in sorted({False, self.async_tp and degrees.tp > 1}):
                         yield replace(batched, recompute=recompute, async_tp=async_tp)
 
@@ -79,20 +81,23 @@ class Space:
         workload, args = self.workload, self.workload.args
         samples = workload.rows // workload.rows_per_sample
         for tp in self._tensor_parallel():
-            for cp in divisors(math.gcd(self.gpus // tp, workload.seq_len)):
+            for cp in self._divisors(math.gcd(self.gpus // tp, workload.seq_len)):
                 if cp > max(1, workload.seq_len // self.fewest_tokens):
                     continue
-                for pp in divisors(self.gpus // tp // cp):
+                for pp in self._divisors(self.gpus // tp // cp):
                     shards = self.gpus // (tp * cp * pp)
                     if pp > args.n_layers or samples % shards:
                         continue
-                    for ep in divisors(math.gcd(self._experts, shards * cp * tp)):
+                    for ep in self._divisors(math.gcd(self._experts, shards * cp * tp)):
                         yield Plan(tp, cp, pp, ep, shards, compiled=self.compiled[0], loss_chunks=0)
+
+    def _divisors(self, number: int) -> list[int]:
+        return [n for n in divisors(number) if not self.coarse or n & (n - 1) == 0]
 
     def _tensor_parallel(self) -> list[int]:
         """Return the degrees that divide the model. Their ranks are in the same machine."""
         ranks = self.gpus if self.gpus <= self.machine else math.gcd(self.gpus, self.machine)
-        return [tp for tp in divisors(ranks) if not indivisible_sizes(tp, split_sizes(self.workload.args))]
+        return [tp for tp in self._divisors(ranks) if not indivisible_sizes(tp, split_sizes(self.workload.args))]
 
     @property
     def _experts(self) -> int:
@@ -336,12 +341,17 @@ class Search:
     def find(self, gpus: int, top: int, limits: Limits, accepts: Callable[[Plan], bool] = lambda plan: True) -> Result:
         """Return the fastest `top` plans on this number of GPUs, of those that `accepts` returns True for.
 
-        Where none is legal and fits, sequences are split into smaller parts than FEWEST_TOKENS.
+        Where none is legal and fits, sequences are split into smaller parts than FEWEST_TOKENS. Where so many do not
+        fit that the search ends at its limit without a plan, degrees that are powers of 2 are searched alone.
         """
         space = self.space(gpus)
         result = _Frontier(self, space, limits, accepts).run(top)
-        if result.best or not result.complete:
+        if result.best:
             return result
+        if not result.complete:
+            coarse = _Frontier(self, replace(space, coarse=True), limits, accepts).run(top)
+            coarse.complete = False
+            return coarse
         return _Frontier(self, replace(space, fewest_tokens=1), limits, accepts).run(top)
 
     def memory(self, plan: Plan) -> MemoryPrediction:
