@@ -10,6 +10,7 @@ from itertools import islice
 from types import SimpleNamespace
 
 import pytest
+from matplotlib.figure import Figure
 
 from tests.support import jobs
 from torchtitan.commands import plan as command
@@ -25,7 +26,7 @@ from torchtitan.planner import search as search_module
 from torchtitan.planner.memory.closed_form import LIMITS
 from torchtitan.planner.memory.rank_sizes import RankSizes
 from torchtitan.planner.plan import Plan, Workload
-from torchtitan.planner.search import Limits, Search
+from torchtitan.planner.search import Limits, Result, Search
 from torchtitan.planner.time import measured_runs
 from torchtitan.planner.time.measured_runs import MeasuredRun
 from torchtitan.planner.time.messages import Calibration, MessageTime
@@ -478,6 +479,14 @@ def test_the_written_job_says_that_it_may_fit():
     for memory, says_so in ((best.memory.needed, False), (best.memory.needed - 1, True)):
         head = command.overlay(SimpleNamespace(search=search, limits=Limits(memory)), best).splitlines()[0]
         assert head.startswith(command.WRITTEN) and head.endswith("; may fit") == says_so
+
+
+def test_the_picture_shows_plans_that_may_fit_where_no_other_is():
+    _, result = searched("debug_model", 8, 16)
+    axes = Figure().subplots()
+    command._draw_memory(axes, Result(may_fit=result.best[:2]), 2**30, None)
+    drawn = {x for line in axes.lines for x in line.get_xdata()}
+    assert {candidate.time.seconds for candidate in result.best[:2]} <= drawn
 
 
 def test_a_run_in_the_folder_of_the_job_does_not_matter(capsys, tmp_path):

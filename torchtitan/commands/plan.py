@@ -86,11 +86,12 @@ def _gib(candidate: Candidate) -> float:
 def _draw_memory(axes: Any, result: Result, memory: float, job: Candidate | None) -> None:
     """Plot each plan with the interval of its memory, the Pareto front, and the memory of a GPU."""
     axes.set_title("step time and memory of the fastest plans", loc="left", fontweight="bold", color=INK)
-    for candidate in result.judged:
+    judged = result.judged or result.may_fit
+    for candidate in judged:
         ends = [candidate.memory.low / 2**30, candidate.memory.high / 2**30]
         axes.plot([candidate.time.seconds] * 2, ends, color=RAW, linewidth=2)
         axes.plot(candidate.time.seconds, _gib(candidate), "o", color=LOSS, markersize=5, zorder=6)
-    front = pareto_front(result.judged)
+    front = pareto_front(judged)
     axes.plot([one.time.seconds for one in front], [_gib(one) for one in front], color=LOSS, label="Pareto front")
     numbers = {candidate.plan: number for number, candidate in enumerate(result.best, start=1)}
     for candidate in front:
