@@ -56,6 +56,16 @@ def test_the_exit_code_of_the_first_rank_to_fail_is_that_of_the_run(code):
     assert err == ("" if explained else f"rank 1 ended with exit code {code}{explanation}\n")
 
 
+def test_a_rank_that_refuses_explains_the_end_of_one_that_lost_it_and_ended_before():
+    """A rank closes its connections before its process is gone. One that is killed stays the reason: others may
+    then refuse what they cannot save.
+    """
+    program = "tell('train', 3); (time.sleep(1), sys.exit(2)) if ranks.rank else {}"
+    assert end(start(program.format("sys.exit(1)"))) == (2, "", "")
+    killed = end(start(program.format("os.kill(os.getpid(), signal.SIGKILL)")))
+    assert killed == (137, "", "rank 0 was ended by SIGKILL\n")
+
+
 def test_a_killed_rank_is_named_and_its_peers_end():
     process = start("ready('train'); wait()", follow=0.1)
     pids = ready(process)

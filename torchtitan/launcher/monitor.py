@@ -14,7 +14,7 @@ from torchtitan.launcher.messages import Collect, Failed, Follow, Hung, Message,
 from torchtitan.launcher.multi_node import Coordinator, Worker
 from torchtitan.launcher.processes import Processes, RankExit, SignalQueue, StopRequests
 from torchtitan.metrics.run_end import RunEnd
-from torchtitan.process.exit import EXPLAINED, HUNG, NOT_EXPORTED, REPORTED_BY_FIRST_RANK, STOPPED
+from torchtitan.process.exit import CRASHED, EXPLAINED, HUNG, NOT_EXPORTED, REPORTED_BY_FIRST_RANK, STOPPED
 from torchtitan.process.heartbeat import TRAINED, WITHOUT_STATE, Activity
 from torchtitan.process.run_log import print_error, print_message
 
@@ -159,8 +159,7 @@ class RankMonitor:
 
     def exit_report(self, code: int) -> ExitReport:
         """Return how the ranks ended, for the coordinator."""
-        failed = [rank_exit for rank_exit in self.processes.exits if rank_exit.code]
-        first = failed[0] if failed else None
+        first = self.first_failure()
         ends = [rank_exit.end for rank_exit in self.processes.exits if rank_exit.end is not None]
         ends = [end for end in ends if end.code == code] or [RunEnd(code)]
         end = next((end for end in ends if end.reason), ends[0])  # some ranks only follow another one
@@ -192,14 +191,13 @@ class RankMonitor:
 
     def exit_code(self) -> int:
         """Return the exit code of the first failure and print its message. Consequences of it are not printed."""
-        failed = [rank_exit for rank_exit in self.processes.exits if rank_exit.code]
+        failed, first = self.failed, self.first_failure()
         if self.hang_evidence is not None:
             return HUNG
-        if not failed:
+        if first is None:
             return 0
         if self.requests.first is not None and self.stopped_on_request(failed):
             return 128 + self.requests.first
-        first = failed[0]
         if not self.is_explained(first) and first.activity.phase == "export" and self.all_in_phase(*TRAINED):
             if self.followed_at is None:
                 remedy = self.remedy and f"; {self.remedy}"
@@ -214,6 +212,23 @@ class RankMonitor:
             print_error(f"{first}{hint}")
         # a rank that the stop request ended may take others with it, whose collectives fail: these are consequences
         return 128 + self.requests.first if self.requests.first and first.exit_code in STOPPED else first.exit_code
+
+    @property
+    def failed(self) -> list[RankExit]:
+        """The ranks that ended with a failure, in the order in which this was noticed."""
+        return [rank_exit for rank_exit in self.processes.exits if rank_exit.code]
+
+    def first_failure(self) -> RankExit | None:
+        """Return the end that explains why the ranks ended; None if none failed.
+
+        A rank that refuses to go on closes its connections before its process is gone, so another rank may fail and
+        end before it.
+        """
+        failed = self.failed
+        if failed and failed[0].code == CRASHED:
+            refused = (e for e in failed if e.exit_code not in STOPPED and self.is_explained(e))
+            return next(refused, failed[0])
+        return failed[0] if failed else None
 
     def is_explained(self, rank_exit: RankExit) -> bool:
         """Return True if a rank has logged the reason of its end."""
