@@ -5,6 +5,7 @@ files, and a checkpoint of PyTorch's torchtitan v0.2.2 with its recorded logits 
 import json
 import os
 import pickle
+import re
 import shutil
 import weakref
 from pathlib import Path
@@ -24,9 +25,11 @@ from torchtitan import cli
 from torchtitan.checkpoint import CheckpointError, NothingLoadable
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.weight_sources import TorchtitanCheckpoint, Weights, load_foreign, open_weights
+from torchtitan.commands.convert import Conversion
 from torchtitan.config.manager import load
+from torchtitan.job import ResolvedJob
 from torchtitan.models import CONFIG_CONVERTERS, resolve_sizes
-from torchtitan.models.hf.names import TORCHTITAN_NAMES
+from torchtitan.models.hf.torchtitan_names import TORCHTITAN_NAMES
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.sizes import RopeScaling
@@ -131,20 +134,47 @@ def to_torchtitan_form(state: dict, family: str, args) -> dict:
     return converted
 
 
+MAIN_NAMES = {
+    "output.weight": "lm_head.weight",
+    "moe.experts.w1": "moe.routed_experts.inner_experts.w1_EFD",
+    "moe.experts.w2": "moe.routed_experts.inner_experts.w2_EDF",
+    "moe.experts.w3": "moe.routed_experts.inner_experts.w3_EFD",
+    "moe.expert_bias": "moe.expert_bias_E",
+}
+
+
+def to_main_names(state: dict, family: str) -> dict:
+    """Rename tensors of v0.2.2 to the names of August 2026; multi-head latent attention kept its own."""
+    renamed = {}
+    for name, value in state.items():
+        part = name.split(".", 2)[2] if name.startswith("layers.") else name
+        now = MAIN_NAMES.get(part, part)
+        if family != "deepseek":
+            now = re.sub(r"^attention\.(w[qkv])\.", r"attention.qkv_linear.\1.", now)
+        renamed[name.removesuffix(part) + now] = value
+    return renamed
+
+
+FAMILIES = [
+    ("llama3.2", LLAMA["llama3.2"]),
+    ("deepseek", DEEPSEEK["v3"]),
+    ("deepseek", DEEPSEEK["v2 lite"]),
+    ("qwen3", QWEN3["plain"]),
+    ("qwen3_moe", QWEN3_MOE["published"]),
+]
+
+
+@pytest.mark.parametrize("version", ["v0.2", "June 2026", "main"])
 @pytest.mark.parametrize("prefix", ["", "model."])
-@pytest.mark.parametrize(
-    "family, args",
-    [
-        ("llama3.2", LLAMA["llama3.2"]),
-        ("deepseek", DEEPSEEK["v3"]),
-        ("deepseek", DEEPSEEK["v2 lite"]),
-        ("qwen3", QWEN3["plain"]),
-        ("qwen3_moe", QWEN3_MOE["published"]),
-    ],
-)
-def test_torchtitans_layout_of_experts_and_rotary_rows_is_converted(family, args, prefix, tmp_path):
+@pytest.mark.parametrize("family, args", FAMILIES)
+def test_torchtitans_layout_of_experts_and_rotary_rows_is_converted(family, args, prefix, version, tmp_path):
     model, other = (build(MODELS[family].build, args, seed) for seed in (0, 1))
-    state = {prefix + name: value for name, value in to_torchtitan_form(model.state_dict(), family, args).items()}
+    state = to_torchtitan_form(model.state_dict(), family, args)
+    if version != "v0.2":
+        state = to_main_names(state, family)
+    if version == "June 2026":
+        state = {name.replace("routed_experts.inner_experts", "experts"): value for name, value in state.items()}
+    state = {prefix + name: value for name, value in state.items()}
     other_entries = {
         "train_state": {"step": 3},
         f"{prefix}freqs_cis": torch.ones(3),
@@ -155,6 +185,48 @@ def test_torchtitans_layout_of_experts_and_rotary_rows_is_converted(family, args
     assert same(other.state_dict(), model.state_dict())
     with open_weights(tmp_path, family, args) as weights:
         assert weights.step == 3
+
+
+@pytest.mark.parametrize("version", ["torchtitan-v0.2", "torchtitan-main"])
+@pytest.mark.parametrize("family, args", FAMILIES)
+def test_a_written_torchtitan_checkpoint_has_the_tensors_of_its_version(family, args, version, tmp_path):
+    model, other = (build(MODELS[family].build, args, seed) for seed in (0, 1))
+    state = to_torchtitan_form(model.state_dict(), family, args)
+    expected = state if version == "torchtitan-v0.2" else to_main_names(state, family)
+    dcp.save(state, checkpoint_id=tmp_path / "step-3", no_dist=True)
+    job = ResolvedJob(load([f"--model.name={family}"]))
+    with open_weights(tmp_path / "step-3", family, args) as weights:
+        conversion = Conversion(job, tmp_path, weights, args, torch.float32, None)
+        conversion.write_torchtitan(tmp_path / "written" / "step-3", version)
+    written = TorchtitanCheckpoint(tmp_path / "written" / "step-3")
+    assert same({name: written.read(name) for name in written.tensors}, expected)
+    load_foreign(tmp_path / "written" / "step-3", [other], family, args)
+    assert same(other.state_dict(), model.state_dict())
+
+
+def test_a_checkpoint_converts_to_each_version_and_back(tmp_path, capsys):
+    source = TORCHTITAN_RUN / "step-4"
+    output = run_convert(capsys, source, tmp_path / "step-4", "--to", "torchtitan-main", *MODEL_OPTIONS)
+    assert "168,160 parameters, a checkpoint for PyTorch's torchtitan of August 2026" in output
+    run_convert(capsys, tmp_path / "step-4", tmp_path / "again", "--to", "torchtitan-v0.2", *MODEL_OPTIONS)
+    original, again = TorchtitanCheckpoint(source), TorchtitanCheckpoint(tmp_path / "again")
+    assert same({name: again.read(name) for name in again.tensors}, {n: original.read(n) for n in original.tensors})
+    resized = [tmp_path / "b", "--to", "torchtitan-main", "--vocab-multiple", "64", *MODEL_OPTIONS]
+    assert "August 2026 cannot hold the tokenizer that resized weights need" in errors_of_convert(
+        capsys, source, *resized
+    )
+
+
+@pytest.mark.parametrize("name", ["mtp_layers.0.enorm.weight", "layers.0.attention.wq.weight", "foo"])
+def test_a_tensor_without_a_counterpart_is_refused_by_name(name, tmp_path):
+    args = LLAMA["llama3.2"]
+    state = to_main_names(build(Llama, args, 0).state_dict(), "llama3.2") | {name: torch.ones(2)}
+    dcp.save(state, checkpoint_id=tmp_path, no_dist=True)
+    with (
+        pytest.raises(CheckpointError, match=f"does not fit the model: {name} is not part of the model"),
+        open_weights(tmp_path, "llama3.2", args),
+    ):
+        pass
 
 
 def test_every_torchtitan_form_belongs_to_a_known_family():

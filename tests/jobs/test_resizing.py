@@ -292,7 +292,7 @@ def test_tokens_that_cannot_be_added(tmp_path, monkeypatch):
 
 def test_invalid_arguments_are_refused(bases, tmp_path, capsys):
     error = refusal(capsys, bases["tied"], tmp_path / "a.safetensors", "--vocab-multiple", 8)
-    assert "a single file cannot hold the tokenizer that resized weights need; give a folder" in error
+    assert "one safetensors file cannot hold the tokenizer that resized weights need; write --to hf" in error
     (tmp_path / "alone").mkdir()
     for name in ("config.json", "model-00001-of-00001.safetensors", "model.safetensors.index.json"):
         (tmp_path / "alone" / name).write_bytes((bases["tied"] / name).read_bytes())

@@ -33,7 +33,7 @@ from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.random_draws import clean_name, local_part
 from torchtitan.core.tensor_storage import Deferred, packed_names, stores
 from torchtitan.models.hf.load import StoredWeights
-from torchtitan.models.hf.names import TORCHTITAN_NAMES
+from torchtitan.models.hf.torchtitan_names import TORCHTITAN_NAMES, TorchtitanNames
 from torchtitan.models.spec import MODELS
 
 _FILE = re.compile(r"[A-Za-z0-9_]{1,128}\.distcp")
@@ -167,28 +167,30 @@ class NativeWeights(Weights):
         return tensors
 
 
+def torchtitan_names(folder: Path, family: str, args: Any) -> TorchtitanNames:
+    """Return a family's names in checkpoints of PyTorch's torchtitan. Raises CheckpointError if it lacks the family."""
+    if family not in TORCHTITAN_NAMES:
+        raise CheckpointError(
+            f"{folder} is of PyTorch's torchtitan, which has no {family}; families are {', '.join(TORCHTITAN_NAMES)}"
+        )
+    return TORCHTITAN_NAMES[family](args, MODELS[family].hf.tensor_map(args))
+
+
 class _TorchtitanWeights(Weights):
     """Weights in a checkpoint of PyTorch's torchtitan. It describes the model only by names and shapes, which have to
     match."""
 
     def __init__(self, folder: Path, family: str, args: Any, shapes: Shapes, tied: bool):
-        if family not in TORCHTITAN_NAMES:
-            raise CheckpointError(
-                f"{folder} is of PyTorch's torchtitan, which has no {family}; families are "
-                f"{', '.join(TORCHTITAN_NAMES)}"
-            )
-        self.checkpoint, self.torchtitan_names = (
-            TorchtitanCheckpoint(folder),
-            TORCHTITAN_NAMES[family](args, MODELS[family].hf.tensor_map(args)),
-        )
+        self.torchtitan_names = torchtitan_names(folder, family, args)
+        self.checkpoint = TorchtitanCheckpoint(folder)
         self.step = int(folder.name.removeprefix("step-")) if folder.name.removeprefix("step-").isdecimal() else 0
         saved = self.checkpoint.tensors
-        expected = {
-            self.torchtitan_names.name(name): self.torchtitan_names.shape(name, shape) for name, shape in shapes.items()
-        }
+        self.stored_names = {name: self.torchtitan_names.stored_name(name, saved) for name in shapes}
+        expected = {self.stored_names[name]: self.torchtitan_names.shape(name, shape) for name, shape in shapes.items()}
         if tied:  # both ends of tied weights are saved there
-            saved = {name: entry for name, entry in saved.items() if name != "output.weight"}
-            expected.pop("output.weight", None)
+            head = self.torchtitan_names.stored_name("output.weight", saved)
+            saved = {name: entry for name, entry in saved.items() if name != head}
+            expected.pop(head, None)
         faults = [f"{name} is missing" for name in expected if name not in saved]
         faults += [f"{name} is not part of the model" for name in saved if name not in expected]
         faults += [
@@ -202,10 +204,10 @@ class _TorchtitanWeights(Weights):
             raise CheckpointError(f"{folder} does not fit the model: {'; '.join(faults[:8])}{remainder}. {remedy}")
 
     def dtype(self, name: str) -> torch.dtype:
-        return self.checkpoint.tensors[self.torchtitan_names.name(name)][0]
+        return self.checkpoint.tensors[self.stored_names[name]][0]
 
     def full_tensor(self, name: str) -> torch.Tensor:
-        return self.torchtitan_names.to_ours(name, self.checkpoint.read(self.torchtitan_names.name(name)))
+        return self.torchtitan_names.to_ours(name, self.checkpoint.read(self.stored_names[name]))
 
 
 class _HuggingFaceWeights(Weights):

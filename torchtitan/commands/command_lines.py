@@ -40,7 +40,13 @@ DURATIONS = {"min": 60.0, "h": 3600.0, "d": 86400.0}
 USUAL_GPU = "h100-80"
 """Hardware of `estimate --traffic` without --gpu."""
 FOLDER = "a run's dump_folder, a checkpoint, an export, or a Hugging Face folder"
-FORMS = {"hf": "a Hugging Face folder", "file": "one safetensors file", "native": "an export of this project"}
+FORMS = {
+    "hf": "a Hugging Face folder",
+    "file": "one safetensors file",
+    "native": "an export of this project",
+    "torchtitan-v0.2": "a checkpoint for PyTorch's torchtitan v0.2",
+    "torchtitan-main": "a checkpoint for PyTorch's torchtitan of August 2026",
+}
 """Targets of `convert`."""
 
 
@@ -314,7 +320,7 @@ def _convert() -> CommandParser:
     parser.add_argument("target", help="folder to write, or file if the name ends in .safetensors")
     forms = "; ".join(f"{name}: {description}" for name, description in FORMS.items())
     kind = f"{forms} (default: native for a Hugging Face source, else hf)"
-    parser.add_argument("--to", type=OneOf(FORMS, {"ours": "native"}), metavar="{hf,file,native}", help=kind)
+    parser.add_argument("--to", type=OneOf(FORMS, {"ours": "native"}), metavar=f"{{{','.join(FORMS)}}}", help=kind)
     tokens = "special tokens to add; their rows are the mean of the others"
     parser.add_argument("--add-tokens", nargs="+", default=[], metavar="TOKEN", help=tokens)
     parser.add_argument("--eos-token", metavar="TOKEN", help="token that ends a document; may be a new one")

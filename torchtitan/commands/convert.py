@@ -4,6 +4,7 @@
     torchtitan convert Llama-3.2-1B llama                             a folder of Hugging Face, as a native export
     torchtitan convert Llama-3.2-1B llama.safetensors --dtype bfloat16
     torchtitan convert step-1000 model_hf --model.name llama3.1 --model.flavor 8B      torchtitan's own checkpoint
+    torchtitan convert outputs/debug titan/step-0 --to torchtitan-main                 the way back to it
     torchtitan convert Llama-2-7b larger --add-tokens '<|im_start|>' '<|im_end|>' --vocab-multiple 64
 
 The sizes come from the run that wrote the weights or from the config.json next to them; otherwise from options of a
@@ -19,6 +20,7 @@ import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -31,7 +33,8 @@ from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.folders import replace_folder
 from torchtitan.checkpoint.layout import MODEL
 from torchtitan.checkpoint.saving import SaveOptions, Snapshot, save
-from torchtitan.checkpoint.weight_sources import Weights, open_weights
+from torchtitan.checkpoint.storage import write_tensors
+from torchtitan.checkpoint.weight_sources import Weights, open_weights, torchtitan_names
 from torchtitan.commands.command_lines import FORMS, parse_command
 from torchtitan.commands.generate import JOB, find_job, names_its_tokenizer
 from torchtitan.config.manager import to_toml
@@ -45,6 +48,7 @@ from torchtitan.job import ResolvedJob
 from torchtitan.job.model import JobModel
 from torchtitan.models.hf.config import CONFIG, GENERATION, UNTRAINED, find_config, untrained_token_ids
 from torchtitan.models.hf.save import SourceConfigs, build_extra_files, read_source
+from torchtitan.models.hf.torchtitan_names import TorchtitanNames
 
 AT_ONCE = 2**14
 """Rows per chunk when summing in double precision."""
@@ -142,8 +146,8 @@ def main(argv: list[str]) -> int:
     form = options.to or (
         "file" if target.suffix == ".safetensors" else "native" if kind == "hf" and not resizes else "hf"
     )
-    if resizes and form == "file":
-        raise JobError(f"{target}: a single file cannot hold the tokenizer that resized weights need; give a folder")
+    if resizes and form not in ("hf", "native"):
+        raise JobError(f"{target}: {FORMS[form]} cannot hold the tokenizer that resized weights need; write --to hf")
     job = find_job(place, job_args, with_tokenizer=False)
     with ExitStack() as stack:
         source_model, args, to = job.config.model, job.model.args, None
@@ -154,7 +158,9 @@ def main(argv: list[str]) -> int:
             weights, args = Resized(weights, job.model, to), to.args
         dtype = parts.DTYPES[options.dtype] if options.dtype else weights.dtype("tok_embeddings.weight")
         conversion = Conversion(job, place, weights, args, dtype, to)
-        write = {"file": conversion.write_file, "hf": conversion.write_hf, "native": conversion.write_native}[form]
+        write = {"file": conversion.write_file, "hf": conversion.write_hf, "native": conversion.write_native}.get(
+            form, partial(conversion.write_torchtitan, version=form)
+        )
         try:
             target.parent.mkdir(parents=True, exist_ok=True)
             write(target)
@@ -236,10 +242,8 @@ class Conversion:
             if self.to is not None:
                 raise
             extra_files = {JOB: to_toml(self.job.portable().config).encode()}
-        unread, types = self._unread_tensors(), {}
-        for name in unread:
-            dtype = self.weights.dtype(name)
-            types[name] = self.dtype if dtype.is_floating_point and not name.endswith("expert_bias") else dtype
+        unread = self._unread_tensors()
+        types = {name: self._dtype_of(name) for name in unread}
         shells = {
             MODEL + name: torch.empty(tensor.shape, dtype=types[name], device="meta") for name, tensor in unread.items()
         }
@@ -250,24 +254,46 @@ class Conversion:
                 for name, content in extra_files.items():
                     (folder / name).write_bytes(content)
 
+    def _dtype_of(self, name: str) -> torch.dtype:
+        dtype = self.weights.dtype(name)
+        return self.dtype if dtype.is_floating_point and not name.endswith("expert_bias") else dtype
+
+    def _read_for_torchtitan(self, names: TorchtitanNames, name: str, source: str) -> torch.Tensor:
+        return names.from_ours(name, self.weights.finite_tensor(source))
+
+    def write_torchtitan(self, target: Path, version: str) -> None:
+        """Write a checkpoint of weights that PyTorch's torchtitan of this version reads; its folder is all there is."""
+        names = torchtitan_names(target, self.job.config.model.name, self.args)
+        unread, shells, types = {}, {}, {}
+        for name, shape in parts.model_spec(self.job.model).hf.shapes(self.args).items():
+            source = "tok_embeddings.weight" if self.args.tied_embeddings and name == "output.weight" else name
+            stored = names.name(name, version)
+            shape, types[stored] = names.shape(name, shape), self._dtype_of(source)
+            unread[stored] = Deferred(shape, partial(self._read_for_torchtitan, names, name, source))
+            shells[stored] = torch.empty(shape, dtype=types[stored], device="meta")
+        with progress_bar(f"writing {target.name}", sum(tensor.nbytes for tensor in shells.values())) as progress:
+            staged = _Read(unread, types, progress, prefix="")
+            with replace_folder(target.resolve(), write=True) as folder:
+                write_tensors(folder, shells, staged, Peers("convert"))
+
 
 class _Read(Mapping):
     """Supplies the values of the empty tensors, each read when it is written."""
 
-    def __init__(self, unread: dict[str, Deferred], types: dict[str, torch.dtype], progress: Any):
-        self.unread, self.types, self.progress = unread, types, progress
+    def __init__(self, unread: dict[str, Deferred], types: dict[str, torch.dtype], progress: Any, prefix: str = MODEL):
+        self.unread, self.types, self.progress, self.prefix = unread, types, progress, prefix
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        name = name.removeprefix(MODEL)
+        name = name.removeprefix(self.prefix)
         value = self.unread[name].detach().to(self.types[name]).contiguous()
         self.progress.update(value.nbytes)
         return value
 
     def __contains__(self, name: object) -> bool:
-        return str(name).removeprefix(MODEL) in self.unread
+        return str(name).removeprefix(self.prefix) in self.unread
 
     def __iter__(self) -> Iterator[str]:
-        return (MODEL + name for name in self.unread)
+        return (self.prefix + name for name in self.unread)
 
     def __len__(self) -> int:
         return len(self.unread)

@@ -2,13 +2,12 @@
 
 A family declares its names in a `TensorMap`; this file converts in both directions. Hugging Face stores experts one by
 one, and in some families joins matrices that are separate here. If heads rotate adjacent pairs of features here and the
-pairs (i, i + head_dim / 2) there, the rows are in another order. The names in checkpoints of PyTorch's torchtitan are
-at the end (`TorchtitanNames`).
+pairs (i, i + head_dim / 2) there, the rows are in another order. Names in checkpoints of PyTorch's torchtitan:
+torchtitan_names.py.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
@@ -202,51 +201,3 @@ def sort_names(names: Iterable[str]) -> list[str]:
         return ends[first], int(second) if first == "layers" else 0
 
     return sorted(names, key=place)
-
-
-BIAS = {"moe.router.expert_bias": "moe.expert_bias"}
-
-
-@dataclass(frozen=True)
-class TorchtitanNames:
-    """Names and layouts in checkpoints of PyTorch's torchtitan.
-
-    `changed_names`: our names within a layer -> those. `tensor_map`: the Hugging Face map, if the rows are in its
-    order.
-    """
-
-    changed_names: dict[str, str]
-    tensor_map: TensorMap | None = None
-
-    def name(self, ours: str) -> str:
-        """Return the name there of one of ours."""
-        if not ours.startswith("layers."):
-            return ours
-        _, layer, part = ours.split(".", 2)
-        return f"layers.{layer}.{self.changed_names.get(part, part)}"
-
-    def shape(self, ours: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-        """Return the shape there of a tensor of ours."""
-        return (shape[0], shape[2], shape[1]) if ours.endswith(tuple(EXPERTS)) else shape
-
-    def to_ours(self, ours: str, tensor: torch.Tensor) -> torch.Tensor:
-        """Convert a tensor from the shape and order of rows there to ours."""
-        if ours.endswith(tuple(EXPERTS)):
-            return tensor.transpose(1, 2)
-        if self.tensor_map is not None and self.tensor_map.is_reordered(ours):
-            return self.tensor_map.rows_from_hf(tensor)
-        return tensor
-
-
-def _deepseek(args: Any, tensor_map: TensorMap) -> TorchtitanNames:
-    compressed = {"attention.wq.weight": "attention.wq_b.weight"} if args.q_lora_rank else {}
-    return TorchtitanNames(BIAS | compressed)
-
-
-TORCHTITAN_NAMES: dict[str, Callable[[Any, TensorMap], TorchtitanNames]] = {
-    **dict.fromkeys(("llama2", "llama3", "llama3.1", "llama3.2"), lambda args, tensor_map: TorchtitanNames({})),
-    "deepseek": _deepseek,
-    "qwen3": lambda args, tensor_map: TorchtitanNames({}, tensor_map),
-    "qwen3_moe": lambda args, tensor_map: TorchtitanNames(BIAS, tensor_map),
-}
-"""Family -> function of (args, its TensorMap). Families that PyTorch's torchtitan does not have are missing."""
