@@ -111,6 +111,47 @@ def test_an_empty_job_of_v0_2_2_gets_the_defaults_of_that_version(capsys, tmp_pa
             assert resolved[key] == value or (value == "" and resolved[key] is None), key
 
 
+MAY_2024 = """
+[profiling]
+run_profiler = true
+profile_every_x_iter = 7
+[training]
+steps = 10
+sequence_parallel_degree = 2
+fp8_linear = ""
+checkpoint_interval = 50
+checkpoint_interval_type = "steps"
+checkpoint_folder = ""
+"""
+
+
+def test_names_from_before_the_first_release_are_translated(capsys, tmp_path):
+    _, out, _ = upgrade(capsys, tmp_path, MAY_2024)
+    assert "PyTorch's torchtitan of July 2024" in out
+    (tmp_path / "new.toml").write_text(out)
+    config = load(["--job.config_file=new.toml"])
+    assert (config.profiling.enable_profiling, config.profiling.profile_freq) == (True, 7)
+    assert (config.parallelism.tensor_parallel_degree, config.training.float8) == (2, "none")
+    assert config.checkpoint.interval == 50 and not config.checkpoint.enable
+    assert "left out, changed nothing: training.checkpoint_interval_type" in out
+
+
+@pytest.mark.parametrize(
+    ("old", "reason"),
+    [
+        ("[training]\ncheckpoint_folder = 'saves'", "set checkpoint.enable = true, and the folder there"),
+        ("[training]\ncheckpoint_interval_type = 'seconds'", "checkpoint.interval counts steps"),
+        ("[training]\nfp8_linear = 'delayed'", 'only dynamic scales are here: write "tensorwise"'),
+        ("[training]\nenable_selective_ac = false", 'write "selective" for true; for false, "full"'),
+        ("[training]\nwarmup_pct = 0.2", "give the number of steps: this share of training.steps"),
+        ("[experimental]\ntorch_spmd = true", "collectives are not derived from types of tensors"),
+    ],
+)
+def test_values_from_before_the_first_release_are_refused_with_a_remedy(old, reason, capsys, tmp_path):
+    code, out, err = upgrade(capsys, tmp_path, old)
+    assert (code, out) == (2, "") and reason in err[0]
+
+
 @pytest.mark.parametrize("file", OLD, ids=lambda file: file.name)
 def test_old_files_are_refused_and_translated(file, capsys, tmp_path):
     with pytest.raises(ConfigError) as caught:

@@ -52,6 +52,21 @@ def _split_points(value: Any) -> None:
         raise JobError('list the module names of each stage there, e.g. [["tok_embeddings", "layers.0"], ...]')
 
 
+def _checkpoint_folder(value: Any) -> Any:
+    if value:
+        raise JobError(
+            "checkpoints were on where a folder was given: set checkpoint.enable = true, and the folder there"
+        )
+    return None
+
+
+def _fp8_linear(value: Any) -> Any:
+    """Translate the first name of float8 training: a switch, then the kind of its scales."""
+    if value not in (False, "", True, "dynamic"):
+        raise JobError('only dynamic scales are here: write "tensorwise"')
+    return "tensorwise" if value else "none"
+
+
 _masks = {"causal": None, "block_causal": True}
 _schedule = _new_values(
     **{"1f1b": "1F1B", "gpipe": "GPipe", "interleaved_1f1b": "Interleaved1F1B"},
@@ -86,6 +101,21 @@ MOVED: dict[str, Moved] = {
     **{f"{old}.enable_float8_linear": Moved("training.float8") for old in ("training", "float8")},
     **{f"{old}.recipe_name": Moved("training.float8") for old in FLOAT8_CONVERTERS},
     **{f"{old}.filter_fqns": Moved("training.float8_exclude") for old in FLOAT8_CONVERTERS},
+    # names before July 2024
+    "global.dump_folder": Moved("job.dump_folder"),
+    "profiling.run_profiler": Moved("profiling.enable_profiling"),
+    "profiling.profile_every_x_iter": Moved("profiling.profile_freq"),
+    "training.checkpoint_folder": Moved("checkpoint.folder", _checkpoint_folder),
+    "training.checkpoint_interval": Moved("checkpoint.interval"),
+    "training.fp8_linear": Moved("training.float8", _fp8_linear),
+    "training.enable_fp8_linear": Moved("training.float8", _fp8_linear),
+    "training.sequence_parallel_degree": Moved("parallelism.tensor_parallel_degree"),
+    "training.enable_selective_ac": Moved(
+        "activation_checkpoint.mode", _by_hand('write "selective" for true; for false, "full"')
+    ),
+    "training.warmup_pct": Moved(
+        "lr_scheduler.warmup_steps", _by_hand("give the number of steps: this share of training.steps")
+    ),
     "training.batch_size": Moved("training.local_batch_size"),
     "training.compile": Moved("compile.enable"),
     "training.seed": Moved("debug.seed"),
@@ -114,6 +144,9 @@ MOVED: dict[str, Moved] = {
 
 GONE: dict[str, Removed] = {
     "job.use_for_integration_test": Removed("it marked files for the tests of PyTorch's torchtitan", None),
+    "metrics.use_for_integration_test": Removed("it marked files for the tests of PyTorch's torchtitan", None),
+    "training.checkpoint_interval_type": Removed("checkpoint.interval counts steps", ("steps",)),
+    "experimental.torch_spmd": Removed("collectives are not derived from types of tensors", (False,)),
     "job.save_config_file": Removed("the resolved job is always written, as config.toml in job.dump_folder", None),
     "job.custom_config_module": Removed(_plugin, ("",)),
     "experimental.custom_import": Removed(_plugin, ("",)),
@@ -165,11 +198,20 @@ GONE: dict[str, Removed] = {
     **{
         f"{section}.{key}": Removed(reason)
         for section, reason, keys in (
+            ("training", _image, "guidance"),
             ("training", _image, "classifer_free_guidance_prob classifier_free_guidance_prob img_size test_mode"),
-            ("encoder", _image, "t5_encoder clip_encoder autoencoder_path max_t5_encoding_len test_mode"),
+            (
+                "encoder",
+                _image,
+                "auto_encoder_path t5_encoder clip_encoder autoencoder_path max_t5_encoding_len test_mode",
+            ),
             ("encoder", _image, "autoencoder_shift autoencoder_scale context_in_dim empty_encodings_path"),
             ("eval", _image, "enable_classifer_free_guidance enable_classifier_free_guidance eval_freq"),
-            ("eval", _image, "classifier_free_guidance_scale denoising_steps save_img_folder"),
+            (
+                "eval",
+                _image,
+                "classifer_free_guidance_scale classifier_free_guidance_scale denoising_steps save_img_folder",
+            ),
             ("validation", _image, "enable_classifer_free_guidance enable_classifier_free_guidance"),
             ("validation", _image, "classifier_free_guidance_scale denoising_steps all_timesteps eval_freq"),
             ("validation", _image, "save_img_count save_img_folder"),

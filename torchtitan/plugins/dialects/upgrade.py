@@ -1,7 +1,7 @@
 """`torchtitan check --upgrade`: translate a job of PyTorch's torchtitan, keeping its comments.
 
 Options have moved, and defaults and models have changed.
-Three eras are supported: the flat dialect of July 2024; v0.1.0 to August 2025; v0.2.0 to v0.2.2 (February 2026). An
+Three eras are supported: the flat dialect up to July 2024; v0.1.0 to August 2025; v0.2.0 to v0.2.2 (February 2026). An
 era is recognized by options that only it had; a job with none of them is read as v0.2.2.
 """
 
@@ -77,6 +77,7 @@ _ONLY_JULY: tuple[str, ...] = (
     "optimizer.fused",
     "training.warmup_steps",
 )
+_ONLY_JULY += ("profiling.run_profiler", "training.fp8_linear", "training.sequence_parallel_degree")
 _ONLY_JULY += ("training.data_parallel_degree", "training.enable_loss_parallel", "training.compile")
 _BEFORE_V0_2: tuple[str, ...] = (
     "checkpoint.enable_checkpoint",
