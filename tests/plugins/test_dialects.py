@@ -122,6 +122,8 @@ fp8_linear = ""
 checkpoint_interval = 50
 checkpoint_interval_type = "steps"
 checkpoint_folder = ""
+[checkpoint]
+folder = ""
 """
 
 

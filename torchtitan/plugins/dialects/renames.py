@@ -247,6 +247,7 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "parallelism.pipeline_parallel_schedule": _schedule,
     "parallelism.context_parallel_load_balancer": lambda value: value or "none",
     "parallelism.pipeline_parallel_schedule_csv": lambda value: value or None,
+    "checkpoint.folder": lambda value: value or None,  # before the switch, an empty name turned checkpoints off
 }
 """Renamed values of options that kept their names; None: left out, as the value is the default now."""
 
