@@ -154,6 +154,13 @@ def test_values_from_before_the_first_release_are_refused_with_a_remedy(old, rea
     assert (code, out) == (2, "") and reason in err[0]
 
 
+def test_a_line_with_a_module_is_refused_with_the_shipped_job_as_remedy():
+    with pytest.raises(ConfigError) as caught:
+        load(["--module", "llama3", "--config", "llama3_8b", "--training.steps", "100"])
+    (fault,) = caught.value.faults
+    assert fault.key == "module" and "--config alone names a shipped job" in str(fault)
+
+
 @pytest.mark.parametrize("file", OLD, ids=lambda file: file.name)
 def test_old_files_are_refused_and_translated(file, capsys, tmp_path):
     with pytest.raises(ConfigError) as caught:
