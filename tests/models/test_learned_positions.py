@@ -8,6 +8,9 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    CamembertConfig,
     GPT2Config,
     GPT2ForSequenceClassification,
     GPT2LMHeadModel,
@@ -17,11 +20,13 @@ from transformers import (
     RobertaConfig,
     RobertaForMaskedLM,
     RobertaForSequenceClassification,
+    XLMRobertaConfig,
 )
 
 from tests.support.hf_parity import (
     build,
     check_names_convert_both_ways,
+    close,
     compare,
     compare_positions,
     configs,
@@ -39,9 +44,10 @@ from tests.support.tiny_decoders import OPT as TINY_OPT
 from tests.support.tiny_decoders import ROBERTA as TINY_ROBERTA
 from torchtitan.core.errors import JobError
 from torchtitan.core.random_draws import Constant, Normal
-from torchtitan.models import SIZES
+from torchtitan.models import SIZES, family_in
 from torchtitan.models.gpt2.model import GPT2
 from torchtitan.models.gpt2.model import HF as GPT2_HF
+from torchtitan.models.hf.save import build_extra_files, read_source
 from torchtitan.models.opt.model import HF as OPT_HF
 from torchtitan.models.opt.model import OPT
 from torchtitan.models.roberta.model import HF as ROBERTA_HF
@@ -253,7 +259,11 @@ def test_a_wrong_joint_matrix_is_named(tmp_path):
         ("opt", {"ffn_dim": 0}, "no whole number above 0 for ffn_dim"),
         ("opt", {"activation_function": "gelu"}, "activation_function = 'gelu', but this model only has 'relu'"),
         ("opt", {"_remove_final_layer_norm": True}, "_remove_final_layer_norm = True, but this model only has False"),
-        ("roberta", {"model_type": "bert"}, "model_type = 'bert', but this model is a roberta"),
+        (
+            "roberta",
+            {"model_type": "bert"},
+            "model_type = 'bert', but this model is one of roberta, xlm-roberta, camembert",
+        ),
         ("roberta", {"max_position_embeddings": None}, "no whole number above 0 for max_position_embeddings"),
         ("roberta", {"position_embedding_type": "relative_key"}, "position_embedding_type = 'relative_key', but"),
         ("roberta", {"is_decoder": True}, "is_decoder = True, but this model only has False"),
@@ -272,3 +282,31 @@ def test_a_job_cannot_override_max_seq_len_below_seq_len(anywhere):  # noqa: F81
         "training.seq_len: given 64; allowed: at most the 32 positions that the model learns; write 32, or "
         "model.overrides = {max_seq_len = 64}, where nothing is loaded"
     )
+
+
+@pytest.mark.parametrize("shape", TINY_ROBERTA)
+@pytest.mark.parametrize("config_class, prefix", [(XLMRobertaConfig, "XLMRoberta"), (CamembertConfig, "Camembert")])
+def test_roberta_under_other_names_is_read_and_written_back_under_them(config_class, prefix, shape, tmp_path):
+    """Logits, names and config are those of transformers' class of each name, and an exported folder keeps the name."""
+    args, first, second = TINY_ROBERTA[shape], tmp_path / "first", tmp_path / "second"
+    auto = AutoModelForSequenceClassification if args.n_classes else AutoModelForMaskedLM
+    fields = {key: value for key, value in ROBERTA_HF.config_to_hf(args).items() if key != "model_type"}
+    reference = auto.from_config(config_class(**fields), attn_implementation="sdpa").eval()
+    ours = build(Roberta, args)
+    reference.load_state_dict(ROBERTA_HF.to_hf(ours.state_dict(), args), strict=False)
+    reference.save_pretrained(first)
+    assert type(reference).__name__.startswith(f"{prefix}For") and family_in(first) == "roberta"
+    read = ROBERTA_HF.config.args_from_folder(first)
+    assert read == args
+    model = build(Roberta, read, seed=1)
+    ROBERTA_HF.load_hf(first, model, read)
+    assert same(model.state_dict(), ours.state_dict())
+    logits = (lambda tokens: model(tokens)[:, 0]) if args.n_classes else model
+    tokens = tokens_for(args)
+    assert close(logits(tokens), reference(tokens).logits, 2e-6)
+    source = dict(source=read_source(first), tokenizer_files={}, bos_id=None, end_ids=())
+    files = build_extra_files(ROBERTA_HF.config, read, torch.float32, **source)
+    ROBERTA_HF.save_hf(second, model.state_dict(), read, extra_files=files)
+    again = auto.from_pretrained(second).eval()
+    assert type(again) is type(reference) and again.config.architectures == [type(reference).__name__]
+    assert close(logits(tokens), again(tokens).logits, 2e-6)

@@ -256,6 +256,8 @@ REWRITTEN_FIELDS += ("tie_word_embeddings",)
 whether there is a head of its own, which the tensors decide."""
 TASK_FIELDS = ("architectures", "id2label", "label2id")
 """Fields of the model's task, which may differ from the source's."""
+CLASS_PREFIXES = {"xlm-roberta": "XLMRoberta", "camembert": "Camembert"}
+"""Prefixes of transformers' classes for model types that an export keeps, though the family writes another one."""
 
 
 @dataclass(frozen=True)
@@ -304,6 +306,9 @@ def build_extra_files(
         config_fields = source_config | {
             key: config_fields[key] for key in (*REWRITTEN_FIELDS, *TASK_FIELDS) if key in config_fields
         }
+        if prefix := CLASS_PREFIXES.get(source.config["model_type"]):
+            names = config_fields["architectures"]
+            config_fields["architectures"] = [f"{prefix}For{name.partition('For')[2]}" for name in names]
         generation = {key: value for key, value in source.generation.items() if key != "transformers_version"}
     ends = list(end_ids) if len(end_ids) > 1 else next(iter(end_ids), None)
     ids = {"bos_token_id": bos_id, "eos_token_id": ends}

@@ -1,4 +1,4 @@
-"""RoBERTa: arguments, published sizes, and conversion from and to config.json (RobertaConfig).
+"""RoBERTa, also as XLM-RoBERTa and CamemBERT: arguments, published sizes, and conversion from and to config.json.
 
 No torch here, so `torchtitan check` stays quick.
 """
@@ -119,7 +119,7 @@ USED += ("max_position_embeddings", "position_embedding_type", "is_decoder", "ad
 USED += ("tie_word_embeddings", "layer_norm_eps", "hidden_dropout_prob", "attention_probs_dropout_prob")
 USED += ("type_vocab_size", "architectures", "id2label", "num_labels")
 CONFIG = ConfigConverter(
-    model_types=("roberta",),
+    model_types=("roberta", "xlm-roberta", "camembert"),  # equal models with other vocabularies
     to_hf=_to_hf,
     from_hf=_from_hf,
     not_compared=NOT_COMPARED,
