@@ -298,6 +298,32 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ({"val_data_uri": "rows.jsonl"}, FULL, {"validation.dataset_path": "rows.jsonl"}),
     ({"val_data_uri": "NA"}, FULL, {}),
     ({"mlfoundry_run_name": "n"}, FULL, {"job.description": "n"}),
+    ({"attn_implementation": "flash_attention_2"}, FULL, {}),
+    ({"shuffle_merged_datasets": True}, FULL, {}),
+    ({"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, FULL, {}),
+    ({"optimizer": "adamw_torch_4bit"}, FULL, {"optimizer.name": "AdamW8bit"}),
+    ({"model_config": {"output_router_logits": True}}, FULL, {}),
+    (  # the two ranks read the same samples
+        {"context_parallel_size": 2},
+        FULL,
+        {
+            "parallelism.context_parallel_degree": 2,
+            "training.global_batch_size": 1,
+            "parallelism.data_parallel_replicate_degree": None,
+        },
+    ),
+    (
+        {"sequence_parallel_degree": 2},
+        FULL,
+        {"parallelism.context_parallel_degree": 2, "training.global_batch_size": 1},
+    ),
+    ({"tensor_parallel_size": 2}, FULL, {"parallelism.tensor_parallel_degree": 2, "training.global_batch_size": 1}),
+    (
+        {"dp_shard_size": 2},
+        FULL,
+        {"parallelism.data_parallel_replicate_degree": 1, "parallelism.data_parallel_shard_degree": 2},
+    ),
+    ({"dp_replicate_size": 2}, FULL, {}),  # as it is without fsdp
 ]
 
 
@@ -322,7 +348,7 @@ def test_a_target_that_lora_target_linear_includes_is_noted():
 
 
 VALUES = {"bool": True, "int": 3, "float": 3.0, "text": "some", "list": ["some"], "table": {"some": 1}, "any": "some"}
-NOTED = sorted(name for name, fate in TABLE.items() if fate.note)
+NOTED = sorted(name for name, fate in TABLE.items() if fate.note and not fate.choices)
 REFUSED = sorted(name for name, fate in TABLE.items() if fate.reason and not fate.choices)
 
 
@@ -330,6 +356,14 @@ REFUSED = sorted(name for name, fate in TABLE.items() if fate.reason and not fat
 def test_options_without_effect_are_noted(name):
     values, note = changes_by({name: VALUES[TABLE[name].kind]}, FULL)
     assert values == {} and f"{name}: {TABLE[name].note}" in note
+
+
+def test_kernels_of_exact_attention_are_noted_and_others_refused():
+    values, note = changes_by({"attn_implementation": "flash_attention_2"}, FULL)
+    assert values == {} and "attn_implementation: the fastest suitable attention kernel" in note
+    for name in ("sage", "fp8", "kernels-community/flash-attn3"):
+        (fault,) = import_config(FULL | {"attn_implementation": name}).faults
+        assert fault.key == "attn_implementation" and "leave it out" in fault.remedy
 
 
 @pytest.mark.parametrize("name", REFUSED)
@@ -473,6 +507,11 @@ WRONG = [  # an option, its value, the job it is added to, and a part of the err
     ("unfrozen_parameters", ["lm_head"], LORA, "nothing with an adapter"),
     ("dataset_shard_idx", 4, FULL | {"dataset_shard_num": 4}, "from 0 to 3, one of dataset_shard_num 4"),
     ("dataset_shard_idx", 1, FULL, "nothing without dataset_shard_num"),
+    ("plugins", ["my.Plugin"], FULL, "never executed"),
+    ("shuffle_merged_datasets", False, FULL, "always shuffled"),
+    ("context_parallel_size", 3, FULL, "divides 2 ranks"),
+    ("dp_shard_size", 4, FULL, "divides 2 ranks"),
+    ("model_config", {"output_router_logits": False}, FULL, "rope_theta"),
 ]
 
 
@@ -520,6 +559,10 @@ ENTRY = {
     "no_input_format": (3, "text"),
     "system_format": (3, "text"),
     "system_prompt": (3, "text"),
+    "roles": ({"assistant": ["bot"]}, "rename the roles"),
+    "field_chosen": ("better", "rename the field"),
+    "field_rejected": ("worse", "rename the field"),
+    "message_property_mappings": ({"tool_calls": "calls"}, "a table with role and content"),
     "split": ("test", "download the split"),
     "data_files": (3, "paths"),
     "feild": ("text", "did you mean field?"),
@@ -535,6 +578,22 @@ def test_invalid_entries_of_datasets_are_refused(key):
         assert any(
             message in str(fault) for fault in import_config(FULL | {"datasets": [{"path": "a", "type": entry}]}).faults
         )
+
+
+def test_degrees_need_the_number_of_ranks():
+    line = "accelerate launch -m axolotl.cli.train"
+    (fault,) = import_config(FULL | {"tensor_parallel_size": 2}, launcher=line).faults
+    assert fault.key == "tensor_parallel_size" and "--world-size" in fault.remedy
+
+
+def test_degrees_leave_the_other_ranks_to_data():
+    config = FULL | {"tensor_parallel_size": 2, "dp_shard_size": 2, "fsdp_config": {"reshard_after_forward": True}}
+    line = "accelerate launch --num_processes 8 -m axolotl.cli.train"
+    values = import_config(config | {"micro_batch_size": 3, "gradient_accumulation_steps": 5}, launcher=line).values
+    assert values["training.global_batch_size"] == 3 * 5 * 4
+    degrees = {key.rpartition(".")[2]: value for key, value in values.items() if key.endswith("_degree")}
+    sizes = {"tensor_parallel": 2, "data_parallel_replicate": 2, "data_parallel_shard": 2}
+    assert degrees == {f"{name}_degree": size for name, size in sizes.items()}
 
 
 @pytest.mark.parametrize("kind", ["sharegpt", "completion", "input_output", "chat_template"])
@@ -610,6 +669,15 @@ PROMPTS = [  # keys of an entry of `datasets`, and the source that it becomes
         {"format": "chat", "fields": {"messages": "talk", "role": "who"}},
     ),
     ({"type": "chat_template", "field_messages": "talk"}, {"format": "chat", "fields": {"messages": "talk"}}),
+    (
+        {
+            "type": "chat_template",
+            "field_messages": "conversations",
+            "message_property_mappings": {"role": "from", "content": "value"},
+            "roles": {"user": ["human", "user"], "assistant": ["gpt"]},
+        },
+        {"format": "chat", "fields": {"messages": "conversations", "role": "from", "content": "value"}},
+    ),
     ({"type": "alpaca"}, {"format": "alpaca"}),
     (
         {"type": "sharegpt.load_role", "field": "talk"},

@@ -17,7 +17,14 @@ from torchtitan.models.hf.config import CONFIG
 from torchtitan.plugins.importers import deepspeed, launchers
 from torchtitan.plugins.importers.axolotl_adapter import AdapterTranslation
 from torchtitan.plugins.importers.axolotl_data import AddedTokens, DataTranslation
-from torchtitan.plugins.importers.axolotl_options import ADAM, DEFAULT_STRATEGY, OPTIMIZERS, read_options
+from torchtitan.plugins.importers.axolotl_options import (
+    ADAM,
+    DEFAULT_STRATEGY,
+    NEVER_CODE,
+    OPTIMIZERS,
+    PLUGINS,
+    read_options,
+)
 from torchtitan.plugins.importers.translation import (
     AUTO,
     CommandLine,
@@ -41,6 +48,11 @@ SCALING |= {name: name for name in ("low_freq_factor", "high_freq_factor", "beta
 GROUPS = 4
 """Number of groups per sequence in Axolotl's shifted attention."""
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
+DEGREES = (
+    *("context_parallel_size", "sequence_parallel_degree"),
+    *("tensor_parallel_size", "dp_shard_size", "dp_replicate_size"),
+)
+"""Sizes of parallel groups. The second is the older name of the first."""
 VALIDATION_OPTIONS = (
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience"),
     *("eval_table_size", "eval_table_max_new_tokens"),
@@ -60,9 +72,11 @@ class _Axolotl:
         self.tokens = AddedTokens(self.options, draft)
         max_steps = self.options["max_steps"] or 0
         self.steps = max_steps if max_steps > 0 else None  # length of the run, if the file sets it in steps
+        self.data_ranks = self._data_ranks()
 
     def read(self) -> None:
         self.model()
+        self.plugins()
         self.sizes()
         DataTranslation(self.options, self.draft).read()
         self.batch()
@@ -100,11 +114,22 @@ class _Axolotl:
         if not is_local:
             self.note(f"download {folder} to a folder of that name here; its family is a guess from its name")
 
+    def plugins(self) -> None:
+        plugins = self.options["plugins"] or []
+        if faster := [name for name in plugins if name in PLUGINS]:
+            self.note(f"plugins: {', '.join(name.rpartition('.')[2] for name in faster)}: they change no result")
+        if code := [name for name in plugins if name not in PLUGINS]:
+            self.refuse("plugins", code, "those of kernels", f"{NEVER_CODE}: leave them out if they change no result")
+
     def sizes(self) -> None:
         overrides: dict[str, Any] = {}
         for name, value in (self.options["model_config"] or {}).items():
             if name in SIZE_OVERRIDES:
                 overrides[SIZE_OVERRIDES[name]] = value
+            elif name == "output_router_logits" and value is True:
+                self.note(
+                    "model_config.output_router_logits: the router's loss, router_aux_loss_coef, is always learned"
+                )
             elif name != "use_cache":
                 remedy = "change others in config.json"
                 self.refuse(f"model_config.{name}", value, ", ".join(SIZE_OVERRIDES), remedy)
@@ -130,7 +155,7 @@ class _Axolotl:
         return {"rope_scaling": {"kind": kind} | settings}
 
     def batch(self) -> None:
-        options, ranks = self.options, self.line.ranks
+        options, ranks = self.options, self.data_ranks
         local, passes = options["micro_batch_size"], options["gradient_accumulation_steps"]
         if options["batch_size"] is not None:
             if passes is not None or options["batch_size"] % local:
@@ -152,6 +177,23 @@ class _Axolotl:
         if self.values.get("validation.enable"):
             eval_batch_size = options["eval_batch_size"]
             self.values["validation.local_batch_size"] = local if eval_batch_size is None else eval_batch_size
+
+    def _data_ranks(self) -> int | None:
+        """Return how many ranks have samples of their own; None if the number of ranks is not known."""
+        context, tensor, shards, replicas = self.degrees()
+        ranks, groups = self.line.ranks, context * tensor
+        size = groups * shards * replicas
+        if size > 1 and (ranks is None or ranks % size):
+            name = next(name for name in DEGREES if (self.options[name] or 1) > 1)
+            allowed = "1 without the number of ranks" if ranks is None else f"sizes whose product divides {ranks} ranks"
+            self.refuse(name, self.options[name], allowed, "give the number of ranks: --world-size N")
+            return None
+        return None if ranks is None else ranks // groups
+
+    def degrees(self) -> tuple[int, int, int, int]:
+        """Return the sizes of context and tensor parallel groups, of shards and of replicas; 1 for unset ones."""
+        context, old_context, tensor, shards, replicas = (self.options[name] or 1 for name in DEGREES)
+        return max(context, old_context), tensor, shards, replicas
 
     def length(self) -> None:
         epochs = self.options["num_epochs"]
@@ -175,6 +217,8 @@ class _Axolotl:
         options, values, name = self.options, self.values, self.options["optimizer"]
         if name.startswith("paged_"):
             self.note(f"{name}: the state is not paged; training.enable_cpu_offload keeps it on the host")
+        if name == "adamw_torch_4bit":
+            self.note("adamw_torch_4bit: not the same: the optimizer's state has 8 bits here, which takes more memory")
         if name == "galore_adamw_8bit":
             values["optimizer.options"] = {"inner": "adamw_8bit"}
         if name == "adamw_anyprecision" and values["training.dtype"] != "bfloat16":
@@ -327,7 +371,12 @@ class _Axolotl:
             self.values["memory.limit"] = f"{limit}GiB" if str(limit).isdecimal() else limit
 
     def plan(self) -> None:
-        options, values, ranks = self.options, self.values, self.line.ranks
+        options, values, ranks = self.options, self.values, self.data_ranks
+        context, tensor, shards, replicas = self.degrees()
+        if context > 1:
+            values["parallelism.context_parallel_degree"] = context
+        if tensor > 1:
+            values["parallelism.tensor_parallel_degree"] = tensor
         path = options["deepspeed"] or launchers.deepspeed_file(self.line)
         if path is not None:
             relative_path = Path(self.line.config or "").parent / path
@@ -356,5 +405,8 @@ class _Axolotl:
             values["parallelism.fsdp_reshard_after_forward"] = "never"
         elif "full_shard" in strategies:
             values["parallelism.fsdp_reshard_after_forward"] = "always"
-        elif ranks is not None:
+        elif ranks is not None and (not options["fsdp_config"] or "no_shard" in strategies):
             values |= replicated(ranks)
+        if ranks is not None and max(shards, replicas) > 1:
+            replicas = ranks // shards if shards > 1 else replicas
+            values |= replicated(replicas) | {"parallelism.data_parallel_shard_degree": ranks // replicas}

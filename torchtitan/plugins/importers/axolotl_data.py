@@ -27,6 +27,11 @@ TEMPLATES |= {"alpaca": "alpaca"}
 TOKENIZER_TEMPLATE, JINJA = ("tokenizer", "tokenizer_default"), "jinja"
 FIELDS = {f"field_{name}": name for name in ("instruction", "input", "output", "system")}
 MESSAGE_FIELDS = {"message_field_role": "role", "message_field_content": "content"}
+PROPERTIES = "message_property_mappings"
+"""An entry's table from role and content to the fields of a message."""
+ROLES_READ = {"system": {"system"}, "user": {"user", "human"}, "assistant": {"assistant", "gpt"}, "tool": {"tool"}}
+"""Role -> names of it that records may have."""
+PAIR_FIELDS = {"field_chosen": "chosen", "field_rejected": "rejected"}
 TEXTS = ("completion", "input_output", "prompt_completion")
 """Formats of records that hold texts, which may have been rendered with a template before."""
 SPELLED_TOKENS = "special tokens that its texts spell out are ordinary text here, and tokens for Axolotl"
@@ -167,6 +172,10 @@ class DataTranslation:
         for key, value in entry.items():
             if key not in (*ENTRY_KEYS, "text_column"):
                 self.refuse(f"{label}.{key}", value, "a known key", hint(key, ENTRY_KEYS))
+            elif key in PAIR_FIELDS and value != PAIR_FIELDS[key]:
+                self.refuse(f"{label}.{key}", value, PAIR_FIELDS[key], "rename the field in the records")
+            elif key == "roles" and not _are_roles(value):
+                self.refuse(f"{label}.roles", value, "the usual names of roles", "rename the roles in the records")
             elif key in (*PROMPT, *FIELDS, *MESSAGE_FIELDS) and not isinstance(value, str):
                 self.refuse(f"{label}.{key}", value, "text")
         if entry.get("split", "train") != "train":
@@ -293,7 +302,13 @@ def entry_of(raw_entry: Any, label: str, draft: JobDraft) -> Mapping[str, Any] |
         return None
     nested = raw_entry.get("type")
     tables = (PROMPT, {**raw_entry, "type": None}, nested) if isinstance(nested, dict) else (raw_entry,)
-    return {key: value for table in tables for key, value in table.items() if value is not None and value not in UNSET}
+    entry = {key: value for table in tables for key, value in table.items() if value is not None and value not in UNSET}
+    properties = entry.pop(PROPERTIES, {})
+    if not isinstance(properties, dict) or properties.keys() - set(MESSAGE_FIELDS.values()):
+        remedy = "rename other fields in the records"
+        draft.refuse(f"{label}.{PROPERTIES}", properties, "a table with role and content", remedy)
+        return None
+    return entry | {f"message_field_{name}": field for name, field in properties.items()}
 
 
 class AddedTokens:
@@ -378,3 +393,11 @@ class AddedTokens:
 def _content(token: Any) -> Any:
     """Return the text of a special token in a tokenizer_config.json."""
     return token.get("content") if isinstance(token, dict) else token
+
+
+def _are_roles(table: Any) -> bool:
+    """Return True if a table maps roles to names that are read as these roles anyway."""
+    return isinstance(table, dict) and all(
+        isinstance(names, list) and all(name in ROLES_READ.get(role, ()) for name in names)
+        for role, names in table.items()
+    )

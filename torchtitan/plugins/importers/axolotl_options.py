@@ -17,7 +17,8 @@ UNSET = ("", "None", "none", "NA", "null")
 """Spellings of an unset value in flags."""
 ADAM = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "adamw_hf": "AdamW", "adamw_apex_fused": "AdamW"}
 ADAM |= {"paged_adamw_32bit": "AdamW", "adamw_bnb_8bit": "AdamW8bit", "adamw_8bit": "AdamW8bit"}
-ADAM |= {"paged_adamw_8bit": "AdamW8bit", "adamw_anyprecision": "AdamWBF16"}
+ADAM |= {"paged_adamw_8bit": "AdamW8bit", "adamw_torch_8bit": "AdamW8bit", "adamw_torch_4bit": "AdamW8bit"}
+ADAM |= {"adamw_anyprecision": "AdamWBF16"}
 OPTIMIZERS = ADAM | {"adafactor": "Adafactor", "lion_pytorch": "Lion", "paged_lion_32bit": "Lion", "sgd": "SGD"}
 OPTIMIZERS |= {"galore_adamw": "GaLore", "galore_adamw_8bit": "GaLore", "muon": "Muon"}
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
@@ -46,10 +47,16 @@ FAMILY = _note("any", "the folder's config.json tells the family")
 COMPILED = _note("bool", "compile.enable = true fuses it")
 LIGER = _note("bool", "the kernel gives the same results; compile.enable = true fuses operations here")
 KERNEL = _note("bool", "the fastest suitable attention kernel is used, see model.attention_backend")
+EXACT_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "xformers")
+OTHER_ATTENTION = "sage and fp8 round attention, and kernels of the hub are code: leave it out for exact attention"
 TOKENIZER = _note("any", "the kind of a tokenizer is read from its files")
 DEVICES = _note("any", "the launcher chooses the devices")
 COMPUTED = _note("any", "it is computed, and logged at the start")
 UPLOADS = _note("text", "checkpoints are not uploaded")
+EXPERTS = _note("any", "products of experts are grouped where the device has a kernel for it")
+FASTER_PLUGINS = ("cut_cross_entropy.CutCrossEntropyPlugin", "liger.LigerPlugin", "kernels.KernelsPlugin")
+PLUGINS = tuple(f"axolotl.integrations.{name}" for name in FASTER_PLUGINS)
+"""Plugins that make a step faster or smaller and change no result."""
 ALWAYS_SKIPPED = "no service is asked; metrics.trackers names trackers"
 
 MODEL: dict[str, Setting] = {
@@ -59,18 +66,29 @@ MODEL: dict[str, Setting] = {
     **same("model_config rope_scaling special_tokens", Setting("table")),
     "model_kwargs": _refusal("table", "models of transformers are not built; set sizes in model.overrides"),
     "model_revision": _note("text", "not checked: download this revision into the folder"),
-    "trust_remote_code": _refusal("bool", NEVER_CODE),
+    "trust_remote_code": _note("bool", f"{NEVER_CODE}; the model is the one of this family here"),
     **same("device device_map local_rank world_size", DEVICES),
     **same("tokenizer_type tokenizer_use_fast tokenizer_legacy", TOKENIZER),
     "tokenizer_config": Setting("text", to="model.tokenizer_path"),
     "tokens": Setting("words"),
     **same("resize_token_embeddings_to_32x s2_attention", Setting("bool")),
     **same("flash_attention sdp_attention xformers_attention eager_attention flex_attention flash_optimum", KERNEL),
+    "attn_implementation": Setting("text", choices=EXACT_ATTENTION, note=KERNEL.note, reason=OTHER_ATTENTION),
     "flash_attn_cross_entropy": _note("bool", "logits are never all in memory: training.loss_chunks"),
     **same("flash_attn_rms_norm flash_attn_fuse_mlp flash_attn_fuse_qkv", COMPILED),
     **same("lora_mlp_kernel lora_qkv_kernel lora_o_kernel", COMPILED),
     **same("liger_rope liger_rms_norm liger_glu_activation liger_fused_linear_cross_entropy", LIGER),
-    "plugins": _refusal("list", f"{NEVER_CODE}; kernels (Liger, Cut Cross Entropy) change no result: leave them out"),
+    **same("liger_layer_norm liger_rms_norm_gated liger_cross_entropy", LIGER),
+    "cut_cross_entropy": _note("bool", "logits are never all in memory: training.loss_chunks"),
+    "fused_attn_kernel": KERNEL,
+    "flex_attn_compile_kwargs": _note("table", KERNEL.note),
+    **same("use_kernels use_scattermoe use_sonicmoe experts_implementation", EXPERTS),
+    **same("experimental_skip_move_to_device low_cpu_mem_usage", DEVICES),
+    "plugins": Setting("words"),
+    "processor_type": _refusal("text", "images and sound are not supported: train on records of text"),
+    "tokenizer_use_mistral_common": _refusal("bool", "its tokenizers are not read: use a folder with tokenizer.json"),
+    "qat": _refusal("table", "training for a quantized model is not supported"),
+    "reward_model": _refusal("bool", "reward models are not supported"),
     "torch_compile": Setting("bool", to="compile.enable"),
     "torch_compile_backend": Setting("text", to="compile.backend"),
 }
@@ -82,6 +100,8 @@ DATA: dict[str, Setting] = {
     "eot_tokens": _note("any", "a turn ends with the special token that the template writes after it"),
     "default_system_message": Setting("text", to="data.default_system"),
     **same("train_on_inputs sample_packing pad_to_sequence_len group_by_length", Setting("bool")),
+    "skip_prepare_dataset": _note("bool", "tokenized data are kept, and made again when they no longer fit"),
+    "shuffle_merged_datasets": Setting("bool", choices=(True,), reason="records are always shuffled"),
     "dataset_prepared_path": Setting("text", to="data.cache_dir"),
     "is_preprocess": _note("bool", "records are tokenized once, at the start of train"),
     **same("dataset_processes dataset_num_proc", Setting("int", to="data.num_proc")),
@@ -102,7 +122,7 @@ DATA: dict[str, Setting] = {
 }
 _ENTRY_KEYS = """path type conversation name data_files ds_type split field field_messages field_instruction field_input
     field_output field_system message_field_role message_field_content format no_input_format system_format
-    system_prompt"""
+    system_prompt roles field_chosen field_rejected message_property_mappings"""
 ENTRY_KEYS = _ENTRY_KEYS.split()
 """Keys of an entry of datasets, or of a table that is the entry's type."""
 ADAPTER: dict[str, Setting] = {
@@ -123,6 +143,10 @@ ADAPTER: dict[str, Setting] = {
     **same("relora_steps relora_warmup_steps", Setting("int")),
     "relora_cpu_offload": _note("bool", "matrices are merged on their device"),
     "bnb_config_kwargs": Setting("table"),
+    "quantize_moe_experts": _refusal(
+        "bool", "weights of experts stay in bfloat16: leave it out, which takes more memory"
+    ),
+    "lora_target_parameters": _refusal("list", "stacks of experts have no adapters: leave it out"),
     "gptq": _refusal("bool", "its library is no longer maintained; use adapter: qlora"),
     "gptq_disable_exllama": _note("bool", "GPTQ is not supported"),
 }
@@ -136,7 +160,7 @@ PRECISION: dict[str, Setting] = {
         "choice", None, "activation_checkpoint.mode", choices=RECOMPUTE, reason=STAYS_ON_DEVICE
     ),
     "gradient_checkpointing_kwargs": _note("table", "recompute is never of the reentrant kind"),
-    "activation_offloading": _refusal("bool", f"{STAYS_ON_DEVICE}; gradient_checkpointing keeps fewer"),
+    "activation_offloading": _refusal("any", f"{STAYS_ON_DEVICE}; gradient_checkpointing keeps fewer"),
     **same("gpu_memory_limit max_memory", Setting("any")),
 }
 OPTIMIZATION: dict[str, Setting] = {
@@ -149,6 +173,7 @@ OPTIMIZATION: dict[str, Setting] = {
     "lr_scheduler": Setting("text", None, "lr_scheduler.decay_type", SCHEDULES, reason="others are not supported"),
     "lr_scheduler_kwargs": _refusal("table", "write the schedule's settings into [lr_scheduler]"),
     "cosine_min_lr_ratio": Setting("float"),
+    "cosine_constant_lr_ratio": _refusal("float", "write the schedule's settings into [lr_scheduler]"),
     "lr_quadratic_warmup": Setting("bool", to="lr_scheduler.warmup_type", choices={True: "quadratic", False: None}),
     "warmup_steps": Setting("int"),
     "warmup_ratio": Setting("float"),
@@ -163,6 +188,7 @@ OUTPUT: dict[str, Setting] = {
     **same("evaluation_strategy eval_strategy save_strategy", Setting("word", choices=STRATEGIES)),
     **same("evals_per_epoch saves_per_epoch early_stopping_patience eval_table_size", Setting("int")),
     "save_total_limit": Setting("int"),
+    "save_only_model": _note("bool", "checkpoints have the optimizer's state, so that a run can go on"),
     **same("load_best_model_at_end greater_is_better cleanup_output_dir_on_start", Setting("bool")),
     "metric_for_best_model": Setting("text"),
     "loss_watchdog_threshold": Setting("float", to="guard.loss_threshold"),
@@ -183,6 +209,7 @@ OUTPUT: dict[str, Setting] = {
     "wandb_mode": _note("text", "set WANDB_MODE in the environment instead"),
     "wandb_watch": _note("text", "metrics.histogram_freq writes histograms of weights and gradients"),
     "wandb_log_model": UPLOADS,
+    "use_swanlab": _refusal("bool", "metrics.trackers names the trackers that are supported"),
     "use_tensorboard": Setting("bool", to="metrics.enable_tensorboard"),
     "include_tokens_per_second": _note("bool", "tokens per second are always in metrics.jsonl"),
     "use_mlflow": Setting("bool", to="metrics.trackers", choices={True: ["mlflow"], False: None}),
@@ -208,7 +235,11 @@ PLAN: dict[str, Setting] = {
     "ddp": _note("bool", "without fsdp and deepspeed every rank has the whole model"),
     "ddp_timeout": Setting("int", to="comm.train_timeout_seconds"),
     "ddp_bucket_cap_mb": _note("int", "gradients are exchanged block by block"),
+    "ddp_find_unused_parameters": _note("bool", "parameters without a gradient need no search"),
     "ddp_broadcast_buffers": _note("bool", "buffers are the same on all ranks"),
+    **same("context_parallel_size sequence_parallel_degree tensor_parallel_size", Setting("int", least=1)),
+    **same("dp_shard_size dp_replicate_size", Setting("int", least=1)),
+    "heads_k_stride": _note("int", "context parallel has its own order of messages"),
     "fsdp": Setting("list"),
     "fsdp_config": Setting("table"),
     "fsdp_version": _note("int", "FSDP2 (fully_shard) is used, Axolotl's version 2"),

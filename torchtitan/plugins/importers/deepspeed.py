@@ -15,7 +15,8 @@ COMMUNICATION = """overlap_comm contiguous_gradients reduce_scatter reduce_bucke
     allgather_bucket_size round_robin_gradients sub_group_size stage3_prefetch_bucket_size
     stage3_param_persistence_threshold stage3_max_live_parameters stage3_max_reuse_distance
     stage3_gather_16bit_weights_on_model_save stage3_gather_fp16_weights_on_model_save memory_efficient_linear
-    ignore_unused_parameters"""
+    prefetch_bucket_size param_persistence_threshold max_live_parameters max_reuse_distance
+    gather_16bit_weights_on_model_save gather_fp16_weights_on_model_save ignore_unused_parameters"""
 """Keys of zero_optimization without an effect on a job."""
 UNSUPPORTED = {
     "zero_quantized_nontrainable_weights": "set adapter.kind to quantize frozen weights",
