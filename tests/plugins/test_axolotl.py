@@ -698,6 +698,16 @@ def test_custom_prompts_and_fields(entry, expected, folder_with_model):
     assert {name: getattr(source, name) for name in expected} == expected
 
 
+def test_a_template_of_the_models_family_is_the_tokenizers():
+    gemma = FULL | {"base_model": "google/gemma-3-1b-it"}
+    values, note = changes_by({"chat_template": "gemma3"}, gemma)
+    assert values == {} and "the tokenizer's is used" in note
+    for name in ("qwen_25", "gemma3.x", "metharme"):
+        (fault,) = import_config(gemma | {"chat_template": name}).faults
+        assert fault.key == "chat_template"
+    assert changes_by({"chat_template": "llama3"}, FULL) == ({"data.chat_template": "llama3"}, "")
+
+
 def test_several_datasets_are_joined_as_axolotl_concatenates_them():
     """They are joined also if a number of steps is given, and a note says so. One dataset needs neither."""
     several = {"datasets": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}
@@ -792,6 +802,15 @@ STAGES = [
 ]
 
 
+@pytest.mark.parametrize("is_off", [False, True])
+def test_compile_of_a_deepspeed_file(is_off):
+    with open("z.json", "w") as file:
+        json.dump({"compile": {"disable": is_off, "backend": "inductor"}}, file)
+    values, _ = changes_by({"deepspeed": "z.json"}, FULL | {"deepspeed": "z2.json"})
+    expected = {"compile.enable": True, "compile.backend": "inductor"}
+    assert {key: value for key, value in values.items() if key.startswith("compile")} == ({} if is_off else expected)
+
+
 @pytest.mark.parametrize("table, expected", STAGES)
 def test_stages_of_zero(table, expected):
     job = import_deepspeed({"zero_optimization": table})
@@ -816,6 +835,8 @@ DEEPSPEED_WRONG = [
     ({"zero_optimization": 2}, "a table with its stage"),
     ({"zero_optimization": {"stge": 2}}, "did you mean stage?"),
     ({"zero_optimisation": {}}, "did you mean zero_optimization?"),
+    ({"compile": {"mode": "fast"}}, "a table with disable and backend"),
+    ({"compile": True}, "a table with disable and backend"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offloading to disks is not supported"),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "8"}}, "the number of ranks of a machine"),
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": 1}}, "true or false"),

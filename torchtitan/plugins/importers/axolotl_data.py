@@ -25,6 +25,8 @@ LOADERS = ("json", "csv", "parquet", "arrow", "text")
 TEMPLATES = {"chatml": "chatml", "llama2": "llama2", "llama-2": "llama2", "llama3": "llama3", "llama-3": "llama3"}
 TEMPLATES |= {"alpaca": "alpaca"}
 TOKENIZER_TEMPLATE, JINJA = ("tokenizer", "tokenizer_default"), "jinja"
+FAMILIES_WITH_TEMPLATE = ("deepseek", "falcon", "gemma", "llama", "mistral", "phi", "qwen")
+"""Beginnings of the names of templates, for models whose tokenizers have one too."""
 FIELDS = {f"field_{name}": name for name in ("instruction", "input", "output", "system")}
 MESSAGE_FIELDS = {"message_field_role": "role", "message_field_content": "content"}
 PROPERTIES = "message_property_mappings"
@@ -282,12 +284,21 @@ class DataTranslation:
             jinja = template.removeprefix("path:")
             if template.startswith("tokenizer_default_fallback_"):
                 self.note("chat_template: the tokenizer's; if it has none, write data.chat_template")
+            elif self._is_of_model(template):
+                text = "the tokenizer's is used, which Axolotl's may differ from: see `torchtitan preview`"
+                self.note(f"chat_template {template}: {text}")
             elif template in TEMPLATES.values() or jinja.endswith(".jinja") or "{%" in jinja or "{{" in jinja:
                 self.values["data.chat_template"] = jinja
             else:
                 names = ", ".join(dict.fromkeys(TEMPLATES.values()))
                 allowed = f"tokenizer_default, {names}, or a .jinja file"
                 self.refuse("chat_template", template, allowed, hint(template, TEMPLATES))
+
+    def _is_of_model(self, template: str) -> bool:
+        """Return True if a template is named after the family that the model's name begins with, or contains."""
+        family = next((name for name in FAMILIES_WITH_TEMPLATE if template.startswith(name)), None)
+        is_other = template in TEMPLATES or not template.isidentifier()
+        return not is_other and family is not None and family in (self.options["base_model"] or "").lower()
 
 
 def entry_of(raw_entry: Any, label: str, draft: JobDraft) -> Mapping[str, Any] | None:

@@ -44,7 +44,7 @@ LOGGING = (
 )
 KEYS = (
     *(*NUMBERS, *LOGGING, "gradient_accumulation_steps", "zero_optimization", "bf16", "fp16", "optimizer"),
-    *("scheduler", "activation_checkpointing"),
+    *("scheduler", "activation_checkpointing", "compile"),
 )
 ADAM = {"lr": "optimizer.lr", "eps": "optimizer.eps", "weight_decay": "optimizer.weight_decay"}
 
@@ -83,6 +83,7 @@ class _File:
         self._offload(zero)
         self._unsupported(zero)
         self._optimizer()
+        self._compile()
 
     def _set_number(self, key: str, option: str, value: Any) -> None:
         """Set an option of the job, or refuse the value if the job has another."""
@@ -193,6 +194,13 @@ class _File:
                 self._set_number(f"optimizer.params.{key}", ADAM[key], value)
             elif value != AUTO:
                 self.refuse(f"optimizer.params.{key}", value, "auto", hint(key, [*ADAM, "betas"]))
+
+    def _compile(self) -> None:
+        table = self.table.get("compile") or {}
+        if not isinstance(table, dict) or table.keys() - {"disable", "backend"}:
+            self.refuse("compile", table, "a table with disable and backend", "or set [compile] in the job")
+        elif table and table.get("disable") is not True:
+            self.values |= {"compile.enable": True, "compile.backend": table.get("backend", "inductor")}
 
 
 def _is_enabled(table: Any) -> bool:
