@@ -22,7 +22,7 @@ least RECORDED_SECONDS. Setups count in the module alone: a shared one is made f
 RECORDED_SECONDS = 1.0
 LAYOUT = ("ranks", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 ORDINARY_SECONDS = 800.0
-QUICK_SECONDS = 180.0
+QUICK_SECONDS = 140.0
 """Time of the tests that the ordinary and the quick run take, over both workers, as the last full run measured it.
 
 Collecting the tests and starting the ranks comes on top."""
