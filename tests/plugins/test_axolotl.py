@@ -511,6 +511,7 @@ WRONG = [  # an option, its value, the job it is added to, and a part of the err
     ("shuffle_merged_datasets", False, FULL, "always shuffled"),
     ("context_parallel_size", 3, FULL, "divides 2 ranks"),
     ("dp_shard_size", 4, FULL, "divides 2 ranks"),
+    ("dp_shard_size", 2, FULL | {"deepspeed": "z2.json"}, "1 with deepspeed"),
     ("model_config", {"output_router_logits": False}, FULL, "rope_theta"),
 ]
 

@@ -386,6 +386,9 @@ class _Axolotl:
                 self.refuse("deepspeed", path, "a DeepSpeed file", str(error))
             if options["fsdp"]:
                 self.refuse("fsdp", options["fsdp"], "nothing with deepspeed", "drop one of the two")
+            for name in ("dp_shard_size", "dp_replicate_size"):
+                if (options[name] or 1) > 1:
+                    self.refuse(name, options[name], "1 with deepspeed, whose stage says what is sharded")
             return
         strategies = {strategy for entry in options["fsdp"] or [] for strategy in str(entry).split()}
         config = {name.removeprefix("fsdp_"): value for name, value in (options["fsdp_config"] or {}).items()}
