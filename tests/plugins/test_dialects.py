@@ -145,6 +145,11 @@ def test_names_from_before_the_first_release_are_translated(capsys, tmp_path):
         ("[training]\ncheckpoint_interval_type = 'seconds'", "checkpoint.interval counts steps"),
         ("[training]\nfp8_linear = 'delayed'", 'only dynamic scales are here: write "tensorwise"'),
         ("[training]\nenable_selective_ac = false", 'write "selective" for true; for false, "full"'),
+        (
+            "[training]\nsequence_parallel_degree = 2\ntensor_parallel_degree = 4",
+            "another value, 2: keep one of the two",
+        ),
+        ("[checkpoint]\nenable_checkpoint = true\nfolder = ''", "an empty one was the run's own"),
         ("[training]\nwarmup_pct = 0.2", "give the number of steps: this share of training.steps"),
         ("[experimental]\ntorch_spmd = true", "collectives are not derived from types of tensors"),
     ],
@@ -574,6 +579,17 @@ def test_float8_keeps_its_meaning(old, recipe, exclude, same_head, capsys, tmp_p
 # Eras, and messages about a translation
 
 
+OLDEST = [  # options from before the first release, each of which tells the era
+    ("training", "checkpoint_interval = 5"),
+    ("training", "checkpoint_interval_type = 'steps'"),
+    ("training", "checkpoint_folder = ''"),
+    ("training", "enable_fp8_linear = false"),
+    ("training", "sequence_parallel_degree = 2"),
+    ("profiling", "profile_every_x_iter = 5"),
+    ("global", "dump_folder = 'x'"),
+]
+
+
 @pytest.mark.parametrize(
     ("old", "era"),
     [
@@ -585,6 +601,7 @@ def test_float8_keeps_its_meaning(old, recipe, exclude, same_head, capsys, tmp_p
         ("[training]\nseed = 1\ndebug_moe_force_load_balance = false", "v0.2.2"),
         ("[quantize.linear.float8]\nemulate = false", "v0.2.2"),
         ("[job]\ndescription = 'x'", "v0.2.2"),
+        *((f"[{section}]\n{option}", "July 2024") for section, option in OLDEST),
         ("[training]\nshuffle = false", "today"),
     ],
 )

@@ -89,19 +89,7 @@ _flat: tuple[str, ...] = ("data_parallel_replicate_degree", "data_parallel_shard
 _flat += ("tensor_parallel_degree", "pipeline_parallel_degree", "enable_async_tensor_parallel")
 _flat += ("context_parallel_rotate_method", "fsdp_reshard_after_forward", "disable_loss_parallel")
 
-MOVED: dict[str, Moved] = {
-    "job.print_args": Moved("job.print_config"),
-    "metrics.enable_color_printing": Moved("metrics.disable_color_printing", _negated),
-    "metrics.rank_0_only": Moved("metrics.save_for_all_ranks", _negated),
-    "model.hf_assets_path": Moved("model.tokenizer_path"),
-    "model.attn_mask_type": Moved("training.document_mask", lambda value: _masks.get(value, value)),
-    "optimizer.fused": Moved("optimizer.implementation", _fused),
-    "lr_scheduler.lr_min": Moved("lr_scheduler.min_lr_factor"),
-    "training.warmup_steps": Moved("lr_scheduler.warmup_steps"),
-    **{f"{old}.enable_float8_linear": Moved("training.float8") for old in ("training", "float8")},
-    **{f"{old}.recipe_name": Moved("training.float8") for old in FLOAT8_CONVERTERS},
-    **{f"{old}.filter_fqns": Moved("training.float8_exclude") for old in FLOAT8_CONVERTERS},
-    # names before July 2024
+BEFORE_JULY_2024: dict[str, Moved] = {
     "global.dump_folder": Moved("job.dump_folder"),
     "profiling.run_profiler": Moved("profiling.enable_profiling"),
     "profiling.profile_every_x_iter": Moved("profiling.profile_freq"),
@@ -116,6 +104,22 @@ MOVED: dict[str, Moved] = {
     "training.warmup_pct": Moved(
         "lr_scheduler.warmup_steps", _by_hand("give the number of steps: this share of training.steps")
     ),
+}
+"""Options that only the first dialect had, before its first release."""
+
+MOVED: dict[str, Moved] = {
+    "job.print_args": Moved("job.print_config"),
+    "metrics.enable_color_printing": Moved("metrics.disable_color_printing", _negated),
+    "metrics.rank_0_only": Moved("metrics.save_for_all_ranks", _negated),
+    "model.hf_assets_path": Moved("model.tokenizer_path"),
+    "model.attn_mask_type": Moved("training.document_mask", lambda value: _masks.get(value, value)),
+    "optimizer.fused": Moved("optimizer.implementation", _fused),
+    "lr_scheduler.lr_min": Moved("lr_scheduler.min_lr_factor"),
+    "training.warmup_steps": Moved("lr_scheduler.warmup_steps"),
+    **{f"{old}.enable_float8_linear": Moved("training.float8") for old in ("training", "float8")},
+    **{f"{old}.recipe_name": Moved("training.float8") for old in FLOAT8_CONVERTERS},
+    **{f"{old}.filter_fqns": Moved("training.float8_exclude") for old in FLOAT8_CONVERTERS},
+    **BEFORE_JULY_2024,
     "training.batch_size": Moved("training.local_batch_size"),
     "training.compile": Moved("compile.enable"),
     "training.seed": Moved("debug.seed"),
@@ -249,7 +253,6 @@ VALUES: dict[str, Callable[[Any], Any]] = {
     "parallelism.pipeline_parallel_schedule": _schedule,
     "parallelism.context_parallel_load_balancer": lambda value: value or "none",
     "parallelism.pipeline_parallel_schedule_csv": lambda value: value or None,
-    "checkpoint.folder": lambda value: value or None,  # before the switch, an empty name turned checkpoints off
 }
 """Renamed values of options that kept their names; None: left out, as the value is the default now."""
 

@@ -26,7 +26,14 @@ from torchtitan.core.errors import JobError, LimitError
 from torchtitan.core.files import read_file
 from torchtitan.job import ResolvedJob
 from torchtitan.plugins.dialects.models import JULY_2024, V0_1, V0_2_2, current_model
-from torchtitan.plugins.dialects.renames import FLOAT8, FLOAT8_EXCLUDE, MOVED, VALUES, translate_float8
+from torchtitan.plugins.dialects.renames import (
+    BEFORE_JULY_2024,
+    FLOAT8,
+    FLOAT8_EXCLUDE,
+    MOVED,
+    VALUES,
+    translate_float8,
+)
 from torchtitan.rules import WITHOUT_EFFECT, Facts, UnknownValue, check, judge, without_unknown_names
 from torchtitan.rules.loading import fewest_ranks
 from torchtitan.rules.optimization import linears_in_blocks
@@ -34,6 +41,8 @@ from torchtitan.rules.optimization import linears_in_blocks
 ERAS = {"july-2024": JULY_2024, "v0.1": V0_1, "v0.2": V0_2_2}
 """By the words of --from."""
 TODAY = "today"
+YIELDING = ("model.hf_assets_path",)
+"""Options that v0.2 ignored where the option of their new name was set too."""
 _OURS = ("training.shuffle", "model.overrides", "training.text_field", "training.loss_chunks", "metrics.plot")
 """Options that no old dialect had. Every translation writes the first."""
 
@@ -77,7 +86,7 @@ _ONLY_JULY: tuple[str, ...] = (
     "optimizer.fused",
     "training.warmup_steps",
 )
-_ONLY_JULY += ("profiling.run_profiler", "training.fp8_linear", "training.sequence_parallel_degree")
+_ONLY_JULY += (*BEFORE_JULY_2024, "training.checkpoint_interval_type")
 _ONLY_JULY += ("training.data_parallel_degree", "training.enable_loss_parallel", "training.compile")
 _BEFORE_V0_2: tuple[str, ...] = (
     "checkpoint.enable_checkpoint",
@@ -144,8 +153,10 @@ def upgrade(old: Values, values: Values, era: str | None = None) -> Upgrade:
             result.stuck.append((key, value, f"{rename.to}: {error}"))
             continue
         result.notes.append(f"moved: {key} -> {rename.to}")
-        if new is not None:
-            values.setdefault(rename.to, new)
+        if new is not None and values.setdefault(rename.to, new) != new and key not in YIELDING:
+            result.stuck.append(
+                (key, value, f"{rename.to} has another value, {values[rename.to]!r}: keep one of the two")
+            )
     values = _with_old_defaults(values, result)
     _schedule(values, result)
     _async_tensor_parallel(values, result)
@@ -168,6 +179,12 @@ def _combined(old: Values, values: Values, result: Upgrade) -> Values:
     elif kind != "fsdp":
         result.stuck.append(("training.data_parallel_type", kind, 'known are "fsdp" and "ddp"'))
     loads = values.get("checkpoint.enable", old.get("checkpoint.enable_checkpoint"))
+    if values.get("checkpoint.folder") == "":
+        del values["checkpoint.folder"]
+        if loads:
+            result.stuck.append(("checkpoint.folder", "", "name a folder: an empty one was the run's own"))
+        else:
+            result.notes.append("left out, changed nothing: checkpoint.folder (checkpoints are off)")
     for key in [] if loads else [key for key in values if key.startswith("checkpoint.initial_load")]:
         del values[key]  # today it is read even if checkpoints are off
         result.notes.append(f"left out, changed nothing: {key} (allowed: nothing where checkpoints are off)")
