@@ -8,6 +8,7 @@ import pickle
 import re
 import shutil
 import weakref
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -27,6 +28,7 @@ from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.checkpoint.weight_sources import TorchtitanCheckpoint, Weights, load_foreign, open_weights
 from torchtitan.commands.convert import Conversion
 from torchtitan.config.manager import load
+from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
 from torchtitan.models import CONFIG_CONVERTERS, resolve_sizes
 from torchtitan.models.hf.torchtitan_names import TORCHTITAN_NAMES
@@ -193,13 +195,16 @@ def test_a_written_torchtitan_checkpoint_has_the_tensors_of_its_version(family, 
     model, other = (build(MODELS[family].build, args, seed) for seed in (0, 1))
     state = to_torchtitan_form(model.state_dict(), family, args)
     expected = state if version == "torchtitan-v0.2" else to_main_names(state, family)
+    if version == "torchtitan-main":  # each router has a bias there
+        biases = [name.replace("router.gate.weight", "expert_bias_E") for name in expected if ".router.gate." in name]
+        expected = {name: torch.zeros(args.n_experts) for name in biases} | expected
     dcp.save(state, checkpoint_id=tmp_path / "step-3", no_dist=True)
     job = ResolvedJob(load([f"--model.name={family}"]))
     with open_weights(tmp_path / "step-3", family, args) as weights:
         conversion = Conversion(job, tmp_path, weights, args, torch.float32, None)
         conversion.write_torchtitan(tmp_path / "written" / "step-3", version)
-    written = TorchtitanCheckpoint(tmp_path / "written" / "step-3")
-    assert same({name: written.read(name) for name in written.tensors}, expected)
+    checkpoint = TorchtitanCheckpoint(tmp_path / "written" / "step-3")
+    assert same({name: checkpoint.read(name) for name in checkpoint.tensors}, expected)
     load_foreign(tmp_path / "written" / "step-3", [other], family, args)
     assert same(other.state_dict(), model.state_dict())
 
@@ -209,12 +214,35 @@ def test_a_checkpoint_converts_to_each_version_and_back(tmp_path, capsys):
     output = run_convert(capsys, source, tmp_path / "step-4", "--to", "torchtitan-main", *MODEL_OPTIONS)
     assert "168,160 parameters, a checkpoint for PyTorch's torchtitan of August 2026" in output
     run_convert(capsys, tmp_path / "step-4", tmp_path / "again", "--to", "torchtitan-v0.2", *MODEL_OPTIONS)
-    original, again = TorchtitanCheckpoint(source), TorchtitanCheckpoint(tmp_path / "again")
-    assert same({name: again.read(name) for name in again.tensors}, {n: original.read(n) for n in original.tensors})
+    original, converted = TorchtitanCheckpoint(source), TorchtitanCheckpoint(tmp_path / "again")
+    tensors = {name: converted.read(name) for name in converted.tensors}
+    assert same(tensors, {name: original.read(name) for name in original.tensors})
     resized = [tmp_path / "b", "--to", "torchtitan-main", "--vocab-multiple", "64", *MODEL_OPTIONS]
     assert "August 2026 cannot hold the tokenizer that resized weights need" in errors_of_convert(
         capsys, source, *resized
     )
+
+
+def test_a_bias_of_experts_is_dropped_only_if_it_changes_nothing(tmp_path):
+    args = QWEN3_MOE["published"]
+    model, other = (build(MODELS["qwen3_moe"].build, args, seed) for seed in (0, 1))
+    state = to_main_names(to_torchtitan_form(model.state_dict(), "qwen3_moe", args), "qwen3_moe")
+    for bias in (torch.zeros(args.n_experts), torch.ones(args.n_experts)):
+        biases = {f"layers.{layer}.moe.expert_bias_E": bias for layer in range(args.n_layers)}
+        dcp.save(state | biases, checkpoint_id=tmp_path / "step-3", no_dist=True)
+        if bias.any():
+            with pytest.raises(CheckpointError, match="layers.0.moe.expert_bias_E is not part of the model"):
+                load_foreign(tmp_path / "step-3", [other], "qwen3_moe", args)
+        else:
+            load_foreign(tmp_path / "step-3", [other], "qwen3_moe", args)
+            assert same(other.state_dict(), model.state_dict())
+
+
+def test_layers_of_multi_token_prediction_are_not_written(tmp_path):
+    args = replace(DEEPSEEK["v3"], n_mtp_layers=1)
+    conversion = Conversion(ResolvedJob(load(["--model.name=deepseek"])), tmp_path, None, args, torch.float32, None)
+    with pytest.raises(JobError, match="n_mtp_layers = 1.*--to hf"):
+        conversion.write_torchtitan(tmp_path / "written", "torchtitan-main")
 
 
 @pytest.mark.parametrize("name", ["mtp_layers.0.enorm.weight", "layers.0.attention.wq.weight", "foo"])

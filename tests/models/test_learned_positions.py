@@ -307,6 +307,6 @@ def test_roberta_under_other_names_is_read_and_written_back_under_them(config_cl
     source = dict(source=read_source(first), tokenizer_files={}, bos_id=None, end_ids=())
     files = build_extra_files(ROBERTA_HF.config, read, torch.float32, **source)
     ROBERTA_HF.save_hf(second, model.state_dict(), read, extra_files=files)
-    again = auto.from_pretrained(second).eval()
-    assert type(again) is type(reference) and again.config.architectures == [type(reference).__name__]
-    assert close(logits(tokens), again(tokens).logits, 2e-6)
+    loaded = auto.from_pretrained(second).eval()
+    assert type(loaded) is type(reference) and loaded.config.architectures == [type(reference).__name__]
+    assert close(logits(tokens), loaded(tokens).logits, 2e-6)

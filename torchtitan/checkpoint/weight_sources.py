@@ -33,7 +33,7 @@ from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.random_draws import clean_name, local_part
 from torchtitan.core.tensor_storage import Deferred, packed_names, stores
 from torchtitan.models.hf.load import StoredWeights
-from torchtitan.models.hf.torchtitan_names import TORCHTITAN_NAMES, TorchtitanNames
+from torchtitan.models.hf.torchtitan_names import MAIN, TORCHTITAN_NAMES, TorchtitanNames
 from torchtitan.models.spec import MODELS
 
 _FILE = re.compile(r"[A-Za-z0-9_]{1,128}\.distcp")
@@ -191,6 +191,9 @@ class _TorchtitanWeights(Weights):
             head = self.torchtitan_names.stored_name("output.weight", saved)
             saved = {name: entry for name, entry in saved.items() if name != head}
             expected.pop(head, None)
+        biases = self.torchtitan_names.absent_biases(shapes, MAIN)
+        zeros = {name for name in biases if name in saved and not self.checkpoint.read(name).any()}
+        saved = {name: entry for name, entry in saved.items() if name not in zeros}
         faults = [f"{name} is missing" for name in expected if name not in saved]
         faults += [f"{name} is not part of the model" for name in saved if name not in expected]
         faults += [

@@ -264,13 +264,23 @@ class Conversion:
     def write_torchtitan(self, target: Path, version: str) -> None:
         """Write a checkpoint of weights that PyTorch's torchtitan of this version reads; its folder is all there is."""
         names = torchtitan_names(target, self.job.config.model.name, self.args)
+        if getattr(self.args, "n_mtp_layers", 0):
+            raise JobError(
+                f"{target}: names of multi-token prediction (n_mtp_layers = {self.args.n_mtp_layers}) are not known; "
+                "write --to hf or --to native"
+            )
         unread, shells, types = {}, {}, {}
-        for name, shape in parts.model_spec(self.job.model).hf.shapes(self.args).items():
+        shapes = parts.model_spec(self.job.model).hf.shapes(self.args)
+        for name, shape in shapes.items():
             source = "tok_embeddings.weight" if self.args.tied_embeddings and name == "output.weight" else name
             stored = names.name(name, version)
             shape, types[stored] = names.shape(name, shape), self._dtype_of(source)
             unread[stored] = Deferred(shape, partial(self._read_for_torchtitan, names, name, source))
             shells[stored] = torch.empty(shape, dtype=types[stored], device="meta")
+        for stored in names.absent_biases(shapes, version):
+            shape, types[stored] = (self.args.n_experts,), torch.float32
+            unread[stored] = Deferred(shape, partial(torch.zeros, shape))
+            shells[stored] = torch.empty(shape, device="meta")
         with progress_bar(f"writing {target.name}", sum(tensor.nbytes for tensor in shells.values())) as progress:
             staged = _Read(unread, types, progress, prefix="")
             with replace_folder(target.resolve(), write=True) as folder:

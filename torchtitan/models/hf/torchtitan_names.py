@@ -3,7 +3,7 @@
 A checkpoint may mix the versions' names, since they changed one after another between v0.2.2 and July 2026.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,12 +21,13 @@ _MAIN_PROJECTIONS = {
     for kind in ("weight", "bias")
 }
 _EXPERT_SHAPES = {"w1": "EFD", "w2": "EDF", "w3": "EFD"}
+_MAIN_BIAS = "moe.expert_bias_E"
 _JUNE_2026 = {f"moe.experts.{matrix}": f"moe.experts.{matrix}_{shape}" for matrix, shape in _EXPERT_SHAPES.items()}
 """Experts for a month; they were never the names of a release, so they are only read."""
 _MAIN_MOE = {
     f"moe.experts.{matrix}": f"moe.routed_experts.inner_experts.{matrix}_{shape}"
     for matrix, shape in _EXPERT_SHAPES.items()
-} | {"moe.router.expert_bias": "moe.expert_bias_E"}
+} | {"moe.router.expert_bias": _MAIN_BIAS}
 
 
 @dataclass(frozen=True)
@@ -45,6 +46,15 @@ class TorchtitanNames:
     def name(self, ours: str, version: str) -> str:
         """Return the name of one of our tensors in a version."""
         return _renamed(ours, self.versions[version])
+
+    def absent_biases(self, ours: Iterable[str], version: str) -> list[str]:
+        """Return the names of biases of experts that a version always has, for layers that have none here.
+
+        `ours`: names of our tensors. A bias of zeros [E] changes no choice of experts.
+        """
+        layers = {name.split(".moe.")[0] for name in ours if ".moe.experts." in name} if version == MAIN else set()
+        without = {name.split(".moe.")[0] for name in ours if name.endswith(".moe.router.expert_bias")}
+        return [f"{layer}.{_MAIN_BIAS}" for layer in sorted(layers - without)]
 
     def stored_name(self, ours: str, names: Mapping[str, Any]) -> str:
         """Return the one of a tensor's names that a checkpoint has, or, if it has none, the one that fits the others.
