@@ -20,7 +20,7 @@ from torchtitan.config.sections.training import DataSource
 from torchtitan.core import yaml_file
 from torchtitan.core.cadence import cadence_of
 from torchtitan.core.errors import JobError
-from torchtitan.plugins.importers import axolotl, deepspeed, parse, split
+from torchtitan.plugins.importers import axolotl, deepspeed, launchers, parse, split
 from torchtitan.plugins.importers.axolotl_options import ENTRY_KEYS
 from torchtitan.plugins.importers.axolotl_options import OPTIONS as TABLE
 
@@ -320,7 +320,7 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ({"tensor_parallel_size": 2}, FULL, {"parallelism.tensor_parallel_degree": 2, "training.global_batch_size": 1}),
     (
         {"dp_shard_size": 2},
-        FULL,
+        FULL | {"fsdp_config": {"reshard_after_forward": True}},
         {"parallelism.data_parallel_replicate_degree": 1, "parallelism.data_parallel_shard_degree": 2},
     ),
     ({"dp_replicate_size": 2}, FULL, {}),  # as it is without fsdp
@@ -509,10 +509,12 @@ WRONG = [  # an option, its value, the job it is added to, and a part of the err
     ("dataset_shard_idx", 1, FULL, "nothing without dataset_shard_num"),
     ("plugins", ["my.Plugin"], FULL, "never executed"),
     ("shuffle_merged_datasets", False, FULL, "always shuffled"),
-    ("context_parallel_size", 3, FULL, "divides 2 ranks"),
-    ("dp_shard_size", 4, FULL, "divides 2 ranks"),
+    ("context_parallel_size", 3, FULL, "divides the 2 ranks"),
+    ("dp_shard_size", 4, FULL, "divides the 2 ranks"),
+    ("dp_shard_size", 2, FULL, "1 without fsdp"),
+    ("dp_shard_size", 2, FULL | {"fsdp": ["no_shard"]}, "1 without fsdp"),
     ("dp_shard_size", 2, FULL | {"deepspeed": "z2.json"}, "1 with deepspeed"),
-    ("model_config", {"output_router_logits": False}, FULL, "rope_theta"),
+    ("model_config", {"output_router_logits": "no"}, FULL, "rope_theta"),
 ]
 
 
@@ -560,7 +562,7 @@ ENTRY = {
     "no_input_format": (3, "text"),
     "system_format": (3, "text"),
     "system_prompt": (3, "text"),
-    "roles": ({"assistant": ["bot"]}, "rename the roles"),
+    "roles": ({"user": [["x"]]}, "rename the roles"),
     "field_chosen": ("better", "rename the field"),
     "field_rejected": ("worse", "rename the field"),
     "message_property_mappings": ({"tool_calls": "calls"}, "a table with role and content"),
@@ -585,6 +587,75 @@ def test_degrees_need_the_number_of_ranks():
     line = "accelerate launch -m axolotl.cli.train"
     (fault,) = import_config(FULL | {"tensor_parallel_size": 2}, launcher=line).faults
     assert fault.key == "tensor_parallel_size" and "--world-size" in fault.remedy
+
+
+PARALLEL = "--use_parallelism_config"
+OF_LAUNCHER = [  # sizes of the file, options of the launcher; tensor parallel, replicas, shards, samples of a step
+    ({}, f"{PARALLEL} --parallelism_config_tp_size 2", (2, 2, 1, 4)),
+    ({"tensor_parallel_size": 2}, PARALLEL, (2, 2, 1, 4)),
+    ({"tensor_parallel_size": 2}, f"{PARALLEL} --parallelism_config_tp_size 4", (2, 2, 1, 4)),
+    ({"tensor_parallel_size": 2}, "--parallelism_config_tp_size 4", (2, 2, 1, 4)),
+    ({}, f"{PARALLEL} --parallelism_config_dp_shard_size 2 --use_fsdp", (1, 2, 2, 8)),
+    ({"dp_replicate_size": 2}, f"{PARALLEL} --parallelism_config_tp_size 2", (2, 2, 1, 4)),
+]
+
+
+@pytest.mark.parametrize("sizes, options, expected", OF_LAUNCHER)
+def test_sizes_of_the_file_precede_those_of_the_launcher(sizes, options, expected):
+    """The global batch counts the ranks that read samples, also where the launcher repeats the passes."""
+    file = FULL | {"gradient_accumulation_steps": 2} | sizes
+    for launched in (options, f"{options} --gradient_accumulation_steps 2"):
+        with open("job.yml", "w") as text:
+            text.write(yaml.safe_dump(file))
+        line = parse(split([f"accelerate launch --num_processes 4 {launched} train.py job.yml"]))
+        draft = axolotl.read(line)
+        launchers.add(line, draft, True)
+        names = ("tensor_parallel", "data_parallel_replicate", "data_parallel_shard")
+        degrees = [draft.values.get(f"parallelism.{name}_degree", 1) for name in names]
+        assert (*degrees, draft.values["training.global_batch_size"]) == expected and not draft.faults
+
+
+CONTRADICTIONS = [
+    ({"dp_shard_size": 2, "dp_replicate_size": 2, "fsdp": ["full_shard"]}, 8, "", "4, which makes 8 ranks"),
+    ({"dp_shard_size": 2}, 4, "--use_deepspeed --zero_stage 3", "1 with deepspeed"),
+    ({"tensor_parallel_size": 2}, 4, f"{PARALLEL} --parallelism_config_dp_shard_size 4", "divides the 4 ranks"),
+]
+
+
+@pytest.mark.parametrize("sizes, ranks, options, message", CONTRADICTIONS)
+def test_sizes_that_contradict_are_refused(sizes, ranks, options, message):
+    launcher = f"accelerate launch --num_processes {ranks} {options} -m axolotl.cli.train"
+    assert message in str(import_config(FULL | sizes, launcher=launcher).faults[0])
+
+
+def test_the_newer_name_of_context_parallel_precedes():
+    both = {"context_parallel_size": 1, "sequence_parallel_degree": 2}
+    assert "parallelism.context_parallel_degree" not in import_config(FULL | both).values
+
+
+@pytest.mark.parametrize("model", ["Qwen/Qwen3-30B-A3B", "deepseek-ai/DeepSeek-V3"])
+def test_experts_are_balanced_only_where_transformers_does(model):
+    job = FULL | {"base_model": model}
+    plain = import_config(job)
+    assert plain.values["model.overrides"] == {"aux_loss_weight": 0.0, "bias_rate": 0.0}
+    assert any("no loss balances the experts" in note for note in plain.notes)
+    for value in (True, False):
+        values = import_config(job | {"model_config": {"output_router_logits": value}}).values
+        assert values.get("model.overrides") == (None if value else plain.values["model.overrides"])
+
+
+def test_fields_of_messages_are_refused_with_pairs():
+    entry = {"path": "a.jsonl", "message_property_mappings": {"role": "from", "content": "value"}}
+    (fault,) = import_config(FULL | {"rl": "dpo", "datasets": [entry]}).faults
+    assert "nothing with rl" in str(fault)
+
+
+@pytest.mark.parametrize(
+    "key, value", [("conversation", [1]), ("conversation", 3), ("message_property_mappings", {"role": 3})]
+)
+def test_odd_types_in_an_entry_are_faults(key, value):
+    (fault,) = import_config(FULL | {"datasets": [{"path": "a.jsonl", key: value}]}).faults
+    assert fault.key == f"datasets[0].{key}"
 
 
 def test_degrees_leave_the_other_ranks_to_data():
@@ -703,6 +774,12 @@ def test_a_template_of_the_models_family_is_the_tokenizers():
     gemma = FULL | {"base_model": "google/gemma-3-1b-it"}
     values, note = changes_by({"chat_template": "gemma3"}, gemma)
     assert values == {} and "the tokenizer's is used" in note
+    for model, name in (
+        ("Llama-2-7b", "llama4"),
+        ("DeepSeek-R1-Distill-Llama-8B", "deepseek_v3"),
+        ("Qwen2.5-7B", "qwen3"),
+    ):
+        assert import_config(FULL | {"base_model": model, "chat_template": name}).faults
     for name in ("qwen_25", "gemma3.x", "metharme"):
         (fault,) = import_config(gemma | {"chat_template": name}).faults
         assert fault.key == "chat_template"
@@ -803,6 +880,14 @@ STAGES = [
 ]
 
 
+@pytest.mark.parametrize("option, value", [("torch_compile", False), ("torch_compile_backend", "eager")])
+def test_compile_of_a_deepspeed_file_may_not_contradict_the_job(option, value):
+    with open("z.json", "w") as file:
+        json.dump({"compile": {"disable": False}}, file)
+    (fault,) = import_config(FULL | {"deepspeed": "z.json", option: value}).faults
+    assert fault.key == "compile" and "as in the job" in fault.allowed
+
+
 @pytest.mark.parametrize("is_off", [False, True])
 def test_compile_of_a_deepspeed_file(is_off):
     with open("z.json", "w") as file:
@@ -838,6 +923,8 @@ DEEPSPEED_WRONG = [
     ({"zero_optimisation": {}}, "did you mean zero_optimization?"),
     ({"compile": {"mode": "fast"}}, "a table with disable and backend"),
     ({"compile": True}, "a table with disable and backend"),
+    ({"compile": {"disable": "false"}}, "disable as true or false"),
+    ({"compile": {"backend": 3}}, "backend as text"),
     ({"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}, "offloading to disks is not supported"),
     ({"zero_optimization": {"stage": 3, "zero_hpz_partition_size": "8"}}, "the number of ranks of a machine"),
     ({"zero_optimization": {"stage": 3, "zero_quantized_weights": 1}}, "true or false"),
@@ -931,6 +1018,6 @@ def test_the_notes_script_is_a_job_that_can_start(tmp_path, monkeypatch, capsys)
     assert cli.main(["import", "--world-size", "2", "z2.json"]) == 0
     assert 'fsdp_reshard_after_forward = "never"' in capsys.readouterr().out
     assert cli.main(["import", "z2.json", "--world-size", "1"]) == 0
-    assert "on one rank nothing is sharded" in capsys.readouterr().out
+    assert "nothing is sharded over one rank" in capsys.readouterr().out
     assert cli.main(["import", "z2.json"]) == 0
     assert 'fsdp_reshard_after_forward = "never"' in capsys.readouterr().out

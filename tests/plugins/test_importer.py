@@ -14,7 +14,7 @@ from tests.support.pool import run_ranks
 from torchtitan import cli
 from torchtitan.models.opt import OPTArgs
 from torchtitan.models.opt.model import HF, OPT
-from torchtitan.plugins.importers import parse, split
+from torchtitan.plugins.importers import launchers, parse, split
 from torchtitan.plugins.importers.command import translate
 from torchtitan.plugins.neurocache.authors_format import CONFIG
 from torchtitan.plugins.neurocache.importer import FLAGS, read
@@ -269,6 +269,16 @@ def test_the_precision_of_the_launcher():
     assert wide.values["training.mixed_precision_param"] == "float32"
     (fault,) = import_with("--mixed_precision fp8").faults
     assert str(fault).endswith('--mixed_precision: given "fp8"; allowed: no, fp16, bf16')
+
+
+def test_sizes_of_parallel_groups_are_refused_as_the_batch_of_a_step_depends_on_them():
+    for size, message in ((2, "1 for this script"), (0, "at least 1")):
+        options = f"--use_parallelism_config --parallelism_config_tp_size {size} --num_processes 4"
+        line = parse(split([SECOND.replace("--num_processes 4", options)]))
+        draft = read(line)
+        launchers.add(line, draft, True)
+        (fault,) = draft.faults
+        assert fault.key.endswith("--parallelism_config_tp_size") and message in str(fault)
 
 
 def test_missing_flags_are_all_reported():

@@ -5,7 +5,7 @@ The table in axolotl_options.py translates options that are independent of other
 
 import os.path
 from fractions import Fraction
-from math import ceil
+from math import ceil, prod
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +13,7 @@ from torchtitan.core.cadence import steps_of
 from torchtitan.core.errors import JobError
 from torchtitan.lr_schedules import TRANSFORMERS
 from torchtitan.models import SIZES, family_for_model_type, family_in
-from torchtitan.models.hf.config import CONFIG
+from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.plugins.importers import deepspeed, launchers
 from torchtitan.plugins.importers.axolotl_adapter import AdapterTranslation
 from torchtitan.plugins.importers.axolotl_data import AddedTokens, DataTranslation
@@ -42,17 +42,17 @@ MODEL_TYPES |= {name: name for name in ("gpt2", "opt", "llama")}
 
 DeepSeek's distilled models have the architecture of their students.
 """
+ROUTER_LOSS = "output_router_logits"
+"""Key of a config with which transformers adds the router's loss to that of the tokens."""
 SIZE_OVERRIDES = {"rope_theta": "rope_theta", "max_position_embeddings": "max_seq_len", "rms_norm_eps": "norm_eps"}
 SCALING = {"factor": "factor", "original_max_position_embeddings": "original_max_seq_len"}
 SCALING |= {name: name for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")}
 GROUPS = 4
 """Number of groups per sequence in Axolotl's shifted attention."""
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
-DEGREES = (
-    *("context_parallel_size", "sequence_parallel_degree"),
-    *("tensor_parallel_size", "dp_shard_size", "dp_replicate_size"),
-)
-"""Sizes of parallel groups. The second is the older name of the first."""
+GROUP_SIZES = {"context_parallel_size": "cp", "tensor_parallel_size": "tp"}
+GROUP_SIZES |= {"dp_shard_size": "dp_shard", "dp_replicate_size": "dp_replicate"}
+"""Sizes of parallel groups -> their names in launchers.parallel_sizes."""
 VALIDATION_OPTIONS = (
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience"),
     *("eval_table_size", "eval_table_max_new_tokens"),
@@ -72,6 +72,7 @@ class _Axolotl:
         self.tokens = AddedTokens(self.options, draft)
         max_steps = self.options["max_steps"] or 0
         self.steps = max_steps if max_steps > 0 else None  # length of the run, if the file sets it in steps
+        self.degrees = self._degrees()
         self.data_ranks = self._data_ranks()
 
     def read(self) -> None:
@@ -126,15 +127,14 @@ class _Axolotl:
         for name, value in (self.options["model_config"] or {}).items():
             if name in SIZE_OVERRIDES:
                 overrides[SIZE_OVERRIDES[name]] = value
-            elif name == "output_router_logits" and value is True:
-                self.note(
-                    "model_config.output_router_logits: the router's loss, router_aux_loss_coef, is always learned"
-                )
+            elif name == ROUTER_LOSS and isinstance(value, bool):
+                continue  # see _balance
             elif name != "use_cache":
                 remedy = "change others in config.json"
                 self.refuse(f"model_config.{name}", value, ", ".join(SIZE_OVERRIDES), remedy)
         if scaling := self.options["rope_scaling"]:
             overrides |= self._rope_scaling(scaling)
+        overrides |= self._balance()
         if overrides:
             self.values["model.overrides"] = overrides
         if self.options["s2_attention"]:
@@ -143,6 +143,25 @@ class _Axolotl:
                 self.refuse("sequence_len", length, f"a multiple of {2 * GROUPS} with s2_attention")
             self.values["model.s2_group_size"] = length // GROUPS
             self.note("s2_attention: shifted groups do not wrap around, so that no token sees a later one")
+
+    def _balance(self) -> dict[str, Any]:
+        """Return sizes that turn the balance of experts off, where transformers' models have none."""
+        family = self.values.get("model.name")
+        if family is None or not hasattr(next(iter(SIZES[family].values())), "aux_loss_weight"):
+            return {}
+        config = self._config() | (self.options["model_config"] or {})
+        if config.get(ROUTER_LOSS) is True:
+            self.note(
+                f"{ROUTER_LOSS}: experts are balanced within each sequence here, and over a batch by transformers"
+            )
+            return {}
+        self.note(f"without model_config.{ROUTER_LOSS} no loss balances the experts: model.overrides turns it off")
+        return {"aux_loss_weight": 0.0, "bias_rate": 0.0}
+
+    def _config(self) -> dict[str, Any]:
+        """Return the config.json of base_model; empty if it is not on this machine."""
+        path = Path(self.options["base_model"], CONFIG)
+        return read_json(path) if path.is_file() else {}
 
     def _rope_scaling(self, scaling: dict[str, Any]) -> dict[str, Any]:
         kind = scaling.get("rope_type", scaling.get("type"))
@@ -178,22 +197,60 @@ class _Axolotl:
             eval_batch_size = options["eval_batch_size"]
             self.values["validation.local_batch_size"] = local if eval_batch_size is None else eval_batch_size
 
-    def _data_ranks(self) -> int | None:
-        """Return how many ranks have samples of their own; None if the number of ranks is not known."""
-        context, tensor, shards, replicas = self.degrees()
-        ranks, groups = self.line.ranks, context * tensor
-        size = groups * shards * replicas
-        if size > 1 and (ranks is None or ranks % size):
-            name = next(name for name in DEGREES if (self.options[name] or 1) > 1)
-            allowed = "1 without the number of ranks" if ranks is None else f"sizes whose product divides {ranks} ranks"
-            self.refuse(name, self.options[name], allowed, "give the number of ranks: --world-size N")
-            return None
-        return None if ranks is None else ranks // groups
+    def _degrees(self) -> dict[str, int]:
+        """Return the sizes of parallel groups, 1 for none: those of the file, else of the launcher."""
+        launched = launchers.parallel_sizes(self.line)
+        self.draft.launched.add("use_parallelism_config")
+        sizes = {name: self.options[name] or 1 for name in GROUP_SIZES}
+        if self.options["context_parallel_size"] is None:
+            sizes["context_parallel_size"] = self.options["sequence_parallel_degree"] or 1
+        for name, launcher_name in GROUP_SIZES.items():
+            size = launched.get(launcher_name, 1)
+            if sizes[name] == 1:
+                sizes[name] = size
+            elif size not in (1, sizes[name]):
+                self.note(f"the file's {name} takes precedence over the one given to accelerate launch")
+        return sizes
 
-    def degrees(self) -> tuple[int, int, int, int]:
-        """Return the sizes of context and tensor parallel groups, of shards and of replicas; 1 for unset ones."""
-        context, old_context, tensor, shards, replicas = (self.options[name] or 1 for name in DEGREES)
-        return max(context, old_context), tensor, shards, replicas
+    def _data_ranks(self) -> int | None:
+        """Return how many ranks have samples of their own; None if the number of ranks is not known.
+
+        Refuses sizes of parallel groups that contradict each other, the number of ranks, or how the model is sharded.
+        """
+        sizes, ranks = self.degrees, self.line.ranks
+        name = next((name for name in GROUP_SIZES if sizes[name] > 1), None)
+        if name is None or ranks is None:
+            if name is not None:
+                self.refuse(name, sizes[name], "1 without the number of ranks", "give it: --world-size N")
+            return ranks if name is None else None
+        if ranks % prod(sizes.values()):
+            self.refuse(name, sizes[name], f"sizes whose product divides the {ranks} ranks")
+            return None
+        data_ranks = ranks // (sizes["context_parallel_size"] * sizes["tensor_parallel_size"])
+        shards, replicas = sizes["dp_shard_size"], sizes["dp_replicate_size"]
+        strategies = self._strategies()
+        if shards > 1 and replicas > 1 and shards * replicas != data_ranks:
+            self.refuse(
+                "dp_shard_size", shards, f"{data_ranks // replicas}, which makes {data_ranks} ranks", "or drop it"
+            )
+        elif max(shards, replicas) > 1 and self._uses_deepspeed:
+            name = "dp_shard_size" if shards > 1 else "dp_replicate_size"
+            self.refuse(name, sizes[name], "1 with deepspeed, which shards by its stage")
+        elif shards > 1 and ("no_shard" in strategies or not (strategies or self.options["fsdp_config"])):
+            self.refuse("dp_shard_size", shards, "1 without fsdp, which shards", "give fsdp_config, as Axolotl demands")
+        return data_ranks
+
+    @property
+    def _uses_deepspeed(self) -> bool:
+        launched = self.line.launched
+        return bool(self.options["deepspeed"]) or bool({"use_deepspeed", "zero_stage"} & launched.keys())
+
+    def _strategies(self) -> set[str]:
+        """Return the words of the file's fsdp and its sharding strategy, or without any how accelerate shards."""
+        strategies = {strategy for entry in self.options["fsdp"] or [] for strategy in str(entry).split()}
+        config = self.options["fsdp_config"] or {}
+        strategy = str(config.get("fsdp_sharding_strategy", config.get("sharding_strategy", ""))).lower()
+        return strategies | ({strategy} & set(STRATEGIES)) or launchers.sharding(self.line)
 
     def length(self) -> None:
         epochs = self.options["num_epochs"]
@@ -372,11 +429,11 @@ class _Axolotl:
 
     def plan(self) -> None:
         options, values, ranks = self.options, self.values, self.data_ranks
-        context, tensor, shards, replicas = self.degrees()
-        if context > 1:
-            values["parallelism.context_parallel_degree"] = context
-        if tensor > 1:
-            values["parallelism.tensor_parallel_degree"] = tensor
+        sizes = self.degrees
+        if sizes["context_parallel_size"] > 1:
+            values["parallelism.context_parallel_degree"] = sizes["context_parallel_size"]
+        if sizes["tensor_parallel_size"] > 1:
+            values["parallelism.tensor_parallel_degree"] = sizes["tensor_parallel_size"]
         path = options["deepspeed"] or launchers.deepspeed_file(self.line)
         if path is not None:
             relative_path = Path(self.line.config or "").parent / path
@@ -386,30 +443,29 @@ class _Axolotl:
                 self.refuse("deepspeed", path, "a DeepSpeed file", str(error))
             if options["fsdp"]:
                 self.refuse("fsdp", options["fsdp"], "nothing with deepspeed", "drop one of the two")
-            for name in ("dp_shard_size", "dp_replicate_size"):
-                if (options[name] or 1) > 1:
-                    self.refuse(name, options[name], "1 with deepspeed, whose stage says what is sharded")
             return
-        strategies = {strategy for entry in options["fsdp"] or [] for strategy in str(entry).split()}
+        strategies = self._strategies()
         config = {name.removeprefix("fsdp_"): value for name, value in (options["fsdp_config"] or {}).items()}
         if unknown := strategies - {*STRATEGIES, "auto_wrap", "offload"}:
             self.refuse("fsdp", sorted(unknown), f"{', '.join(STRATEGIES)}, auto_wrap, offload")
-        strategies |= {str(config.pop("sharding_strategy", "")).lower()} & set(STRATEGIES)
-        if config.pop("offload_params", False) is True or "offload" in strategies:
+        if config.get("offload_params") is True or "offload" in strategies:
             values["training.enable_cpu_offload"] = True
-        if config:
-            self.note(f"fsdp_config: not needed in a job: {', '.join(sorted(config))}")
+        if ignored := sorted(config.keys() - {"offload_params", "sharding_strategy"}):
+            self.note(f"fsdp_config: not needed in a job: {', '.join(ignored)}")
         if ranks == 1:
             return  # nothing is sharded
-        if strategies and launchers.sharding(self.line) - strategies:
+        if options["fsdp"] and launchers.sharding(self.line) - strategies:
             self.note("the file's fsdp takes precedence over the sharding given to accelerate launch")
-        strategies = strategies or launchers.sharding(self.line)
+        is_sharded = bool(strategies or options["fsdp_config"]) and "no_shard" not in strategies
         if "shard_grad_op" in strategies or config.get("reshard_after_forward") is False:
             values["parallelism.fsdp_reshard_after_forward"] = "never"
         elif "full_shard" in strategies:
             values["parallelism.fsdp_reshard_after_forward"] = "always"
-        elif ranks is not None and (not options["fsdp_config"] or "no_shard" in strategies):
+        if ranks is None:
+            return
+        shards, replicas = sizes["dp_shard_size"], sizes["dp_replicate_size"]
+        if not is_sharded:
             values |= replicated(ranks)
-        if ranks is not None and max(shards, replicas) > 1:
+        elif max(shards, replicas) > 1:
             replicas = ranks // shards if shards > 1 else replicas
             values |= replicated(replicas) | {"parallelism.data_parallel_shard_degree": ranks // replicas}

@@ -25,8 +25,24 @@ LOADERS = ("json", "csv", "parquet", "arrow", "text")
 TEMPLATES = {"chatml": "chatml", "llama2": "llama2", "llama-2": "llama2", "llama3": "llama3", "llama-3": "llama3"}
 TEMPLATES |= {"alpaca": "alpaca"}
 TOKENIZER_TEMPLATE, JINJA = ("tokenizer", "tokenizer_default"), "jinja"
-FAMILIES_WITH_TEMPLATE = ("deepseek", "falcon", "gemma", "llama", "mistral", "phi", "qwen")
-"""Beginnings of the names of templates, for models whose tokenizers have one too."""
+MODELS_OF_TEMPLATES = {
+    "deepseek_v2": "deepseek-v2",
+    "deepseek_v3": "deepseek-v3",
+    "falcon_h1": "falcon-h1",
+    "gemma": "gemma-2b gemma-7b",
+    "gemma3": "gemma-3-",
+    "gemma3n": "gemma-3n",
+    "gemma4": "gemma-4",
+    "llama3_2_vision": "llama-3.2",
+    "llama4": "llama-4",
+    "phi_3": "phi-3-",
+    "phi_35": "phi-3.5",
+    "phi_4": "phi-4",
+    "qwen_25": "qwen2.5",
+    "qwen3": "qwen3-",
+    "qwen3_5": "qwen3.5",
+}
+"""Axolotl's templates -> how the names of the models begin, separated by blanks, whose tokenizers have such a one."""
 FIELDS = {f"field_{name}": name for name in ("instruction", "input", "output", "system")}
 MESSAGE_FIELDS = {"message_field_role": "role", "message_field_content": "content"}
 PROPERTIES = "message_property_mappings"
@@ -176,13 +192,15 @@ class DataTranslation:
                 self.refuse(f"{label}.{key}", value, "a known key", hint(key, ENTRY_KEYS))
             elif key in PAIR_FIELDS and value != PAIR_FIELDS[key]:
                 self.refuse(f"{label}.{key}", value, PAIR_FIELDS[key], "rename the field in the records")
+            elif key == "conversation" and not isinstance(value, str):
+                self.refuse(f"{label}.conversation", value, "the name of a template")
             elif key == "roles" and not _are_roles(value):
                 self.refuse(f"{label}.roles", value, "the usual names of roles", "rename the roles in the records")
             elif key in (*PROMPT, *FIELDS, *MESSAGE_FIELDS) and not isinstance(value, str):
                 self.refuse(f"{label}.{key}", value, "text")
         if entry.get("split", "train") != "train":
             self.refuse(f"{label}.split", entry["split"], "train", "download the split into a file and name that")
-        if entry.get("conversation") is not None:
+        if isinstance(entry.get("conversation"), str):
             self._templates.append(entry["conversation"])
 
     def _reading(self, label: str, entry: Mapping[str, Any]) -> dict[str, Any]:
@@ -194,6 +212,11 @@ class DataTranslation:
         fields = {name: entry[key] for key, name in FIELDS.items() if entry.get(key, name) != name}
         message_fields = {name: entry[key] for key, name in MESSAGE_FIELDS.items() if entry.get(key, name) != name}
         template = {key: entry[key] for key in PROMPT if key in entry}
+        if message_fields and self.options["rl"] in PREFERENCES:
+            key = next(key for key in MESSAGE_FIELDS if MESSAGE_FIELDS[key] in message_fields)
+            remedy = "write the messages with role and content"
+            self.refuse(f"{label}.{key}", entry[key], "nothing with rl", remedy)
+            return {}
         field = entry.get("text_column", entry.get("field", entry.get("field_messages")))
         kind = self._kind(label, entry)
         record_format, default_field = FORMATS.get(kind.removesuffix(ROLES), ("", ""))
@@ -295,10 +318,9 @@ class DataTranslation:
                 self.refuse("chat_template", template, allowed, hint(template, TEMPLATES))
 
     def _is_of_model(self, template: str) -> bool:
-        """Return True if a template is named after the family that the model's name begins with, or contains."""
-        family = next((name for name in FAMILIES_WITH_TEMPLATE if template.startswith(name)), None)
-        is_other = template in TEMPLATES or not template.isidentifier()
-        return not is_other and family is not None and family in (self.options["base_model"] or "").lower()
+        """Return True if a template is named after the model to train, by the last part of the model's name."""
+        model = (self.options["base_model"] or "").rstrip("/").rpartition("/")[2].lower()
+        return any(map(model.startswith, MODELS_OF_TEMPLATES.get(template, "").split()))
 
 
 def entry_of(raw_entry: Any, label: str, draft: JobDraft) -> Mapping[str, Any] | None:
@@ -315,7 +337,8 @@ def entry_of(raw_entry: Any, label: str, draft: JobDraft) -> Mapping[str, Any] |
     tables = (PROMPT, {**raw_entry, "type": None}, nested) if isinstance(nested, dict) else (raw_entry,)
     entry = {key: value for table in tables for key, value in table.items() if value is not None and value not in UNSET}
     properties = entry.pop(PROPERTIES, {})
-    if not isinstance(properties, dict) or properties.keys() - set(MESSAGE_FIELDS.values()):
+    is_table = isinstance(properties, dict) and all(isinstance(field, str) for field in properties.values())
+    if not is_table or properties.keys() - set(MESSAGE_FIELDS.values()):
         remedy = "rename other fields in the records"
         draft.refuse(f"{label}.{PROPERTIES}", properties, "a table with role and content", remedy)
         return None
@@ -409,6 +432,6 @@ def _content(token: Any) -> Any:
 def _are_roles(table: Any) -> bool:
     """Return True if a table maps roles to names that are read as these roles anyway."""
     return isinstance(table, dict) and all(
-        isinstance(names, list) and all(name in ROLES_READ.get(role, ()) for name in names)
+        isinstance(names, list) and all(isinstance(name, str) and name in ROLES_READ.get(role, ()) for name in names)
         for role, names in table.items()
     )

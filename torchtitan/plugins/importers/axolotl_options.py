@@ -100,7 +100,7 @@ DATA: dict[str, Setting] = {
     "eot_tokens": _note("any", "a turn ends with the special token that the template writes after it"),
     "default_system_message": Setting("text", to="data.default_system"),
     **same("train_on_inputs sample_packing pad_to_sequence_len group_by_length", Setting("bool")),
-    "skip_prepare_dataset": _note("bool", "tokenized data are kept, and made again when they no longer fit"),
+    "skip_prepare_dataset": _refusal("bool", "records are always tokenized by their format: leave it out"),
     "shuffle_merged_datasets": Setting("bool", choices=(True,), reason="records are always shuffled"),
     "dataset_prepared_path": Setting("text", to="data.cache_dir"),
     "is_preprocess": _note("bool", "records are tokenized once, at the start of train"),

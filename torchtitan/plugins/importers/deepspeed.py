@@ -127,7 +127,7 @@ class _File:
         elif stage == 0:
             self.refuse("zero_optimization.stage", 0, "1, 2 or 3", "or give the number of ranks: --world-size N")
         elif self.ranks == 1:
-            self.note(f"ZeRO-{stage}: on one rank nothing is sharded; --world-size N gives their number")
+            self.note(f"ZeRO-{stage}: nothing is sharded over one rank with samples; --world-size N sets all ranks")
         else:
             values["parallelism.fsdp_reshard_after_forward"] = "always" if stage == 3 else "never"
             if stage == 3:
@@ -199,8 +199,15 @@ class _File:
         table = self.table.get("compile") or {}
         if not isinstance(table, dict) or table.keys() - {"disable", "backend"}:
             self.refuse("compile", table, "a table with disable and backend", "or set [compile] in the job")
-        elif table and table.get("disable") is not True:
-            self.values |= {"compile.enable": True, "compile.backend": table.get("backend", "inductor")}
+            return
+        is_off, backend = table.get("disable", False), table.get("backend", "inductor")
+        if not isinstance(is_off, bool) or not isinstance(backend, str):
+            self.refuse("compile", table, "disable as true or false, and backend as text")
+        elif table and not is_off:
+            for option, value in {"compile.enable": True, "compile.backend": backend}.items():
+                if self.values.setdefault(option, value) != value:
+                    allowed = f"{option} = {self.values[option]!r}, as in the job"
+                    self.refuse("compile", table, allowed, "leave it out of one of the two")
 
 
 def _is_enabled(table: Any) -> bool:

@@ -7,6 +7,7 @@ transformers does. The script's own options take precedence over it.
 """
 
 from collections.abc import Mapping
+from math import prod
 from pathlib import Path
 from typing import Any
 
@@ -90,12 +91,12 @@ FSDP: dict[str, Setting] = {
         _noted("each rank reads only its own part of a checkpoint"),
     ),
 }
+GROUPS = ("dp_replicate", "dp_shard", "tp", "cp")
+SIZE_OPTION = "parallelism_config_{}_size"
+"""Name of the option of a group's size."""
 PARALLELISM: dict[str, Setting] = {
     "use_parallelism_config": FLAG,
-    "parallelism_config_dp_replicate_size": Setting("int", to="parallelism.data_parallel_replicate_degree"),
-    "parallelism_config_dp_shard_size": Setting("int", to="parallelism.data_parallel_shard_degree"),
-    "parallelism_config_tp_size": Setting("int", to="parallelism.tensor_parallel_degree"),
-    "parallelism_config_cp_size": Setting("int", to="parallelism.context_parallel_degree"),
+    **dict.fromkeys(map(SIZE_OPTION.format, GROUPS), INT),
     "parallelism_config_cp_comm_strategy": Setting("text", to="parallelism.context_parallel_rotate_method"),
     "parallelism_config_cp_backend": _noted("context parallelism has one backend"),
     "parallelism_config_sp_size": INT,
@@ -213,6 +214,14 @@ def deepspeed_file(line: CommandLine) -> str | None:
     return line.launched.get("deepspeed_config_file")
 
 
+def parallel_sizes(line: CommandLine) -> dict[str, int]:
+    """Return the sizes of parallel groups that accelerate sets up: of dp_replicate, dp_shard, tp and cp, if given."""
+    if "use_parallelism_config" not in line.launched:
+        return {}
+    sizes = {name: KINDS["int"][1](line.launched.get(SIZE_OPTION.format(name), "")) for name in GROUPS}
+    return {name: size for name, size in sizes.items() if size is not None and size >= 1}
+
+
 def sharding(line: CommandLine) -> set[str]:
     """Return how accelerate shards the model, named as one of FSDP's sharding strategies; empty if it does not."""
     options = line.launched
@@ -240,9 +249,6 @@ class _Launch:
             self.note(f"not read, before the launcher: {unread}; give the number of ranks with --world-size N")
         if not self.line.launcher:
             return
-        if "use_parallelism_config" in self.line.launched:
-            sizes = [option.to for name, option in PARALLELISM.items() if name.endswith("_size") and option.to]
-            self.values |= dict.fromkeys(sizes, 1)
         of_start = [name for name in self.line.launched if not self._apply(name, self.line.launched[name])]
         if of_start:
             self.note(f"options of {self.name} without effect, as {START}: --{', --'.join(of_start)}")
@@ -252,6 +258,7 @@ class _Launch:
                 self.note(f"{self.name}: its default file {DEFAULT_FILE} is not read; name it by --config_file")
             self._precision()
             self._compile()
+            self._sizes()
             self._deepspeed()
             self._fsdp()
 
@@ -311,6 +318,17 @@ class _Launch:
         self.values["compile.enable"] = True
         self.values.setdefault("compile.backend", backend)
 
+    def _sizes(self) -> None:
+        """Check the sizes of parallel groups, on which the global batch depends: its reader has to read them."""
+        is_read = "use_parallelism_config" in self.job.launched
+        for name in map(SIZE_OPTION.format, GROUPS) if "use_parallelism_config" in self.options else ():
+            size = self.options.get(name, 1)
+            if size < 1:
+                self.refuse(name, size, "at least 1")
+            elif size > 1 and not is_read:
+                remedy = "write the degrees into [parallelism] of the job, and the samples of a step"
+                self.refuse(name, size, "1 for this script", remedy)
+
     def _deepspeed(self) -> None:
         stage = self.options.get("zero_stage")
         if stage is not None and stage not in STAGES:
@@ -339,7 +357,9 @@ class _Launch:
     def _passes(self) -> int | None:
         """Return the job's forward passes per step, or None if they are unknown."""
         local, total = (self.values.get(f"training.{name}_batch_size") for name in ("local", "global"))
-        return total // (local * self.line.ranks) if local and total and self.line.ranks else None
+        degrees = (self.values.get(f"parallelism.{name}_parallel_degree", 1) for name in ("tensor", "context"))
+        ranks = (self.line.ranks or 0) // prod(degrees)
+        return total // (local * ranks) if local and total and ranks else None
 
     def _fsdp(self) -> None:
         strategy = str(self.options.get("fsdp_sharding_strategy", "full_shard")).lower()
