@@ -67,6 +67,13 @@ def test_the_clock_leaves_out_the_time_in_which_it_was_stopped(now):
     assert clock.seconds(90.0, 101.0) == 11.0
 
 
+def test_the_clock_leaves_out_a_stop_since_the_last_tick(now):
+    """A launcher may be stopped between its poll and its look at the ranks."""
+    clock = AwakeClock()
+    now[0] += 60.0
+    assert clock.seconds(100.0, now[0]) == 0.5
+
+
 def test_time_passes_where_the_launcher_seldom_runs(now):
     """A machine too busy to poll must not hide a hang for ever."""
     clock = AwakeClock()

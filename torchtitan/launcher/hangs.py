@@ -96,6 +96,7 @@ class AwakeClock:
 
     def seconds(self, start: float, end: float) -> float:
         """Return the seconds between two times of the monotonic clock, without those when this process was stopped."""
+        self.tick()  # it may have been stopped since the last poll
         stopped = sum(max(0.0, min(until, end) - max(since, start)) for since, until in self._stops)
         return end - start - stopped
 
