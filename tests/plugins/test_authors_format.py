@@ -14,7 +14,7 @@ from tests.support.pool import run_ranks
 from tests.support.remembering import read, remembering, segments
 from torchtitan import cli
 from torchtitan.core.errors import JobError
-from torchtitan.models.llama.model import tensor_map
+from torchtitan.models.gated import tensor_map
 from torchtitan.plugins.neurocache import authors_format
 from torchtitan.plugins.neurocache.authors_format import CONFIG, WEIGHTS, differences
 from torchtitan.plugins.neurocache.options import NeurocacheOptions as Options

@@ -79,6 +79,7 @@ QK_NORMS: Names = ("attention.q_norm.weight", "attention.k_norm.weight")
 POST_NORMS: Names = ("attention_post_norm.weight", "ffn_post_norm.weight")
 ENDS: Names = ("tok_embeddings.weight", "norm.weight")
 """Names of parameters, other than linear layers, in a block and outside of the blocks."""
+QKV: Names = ("attention.wq", "attention.wk", "attention.wv")
 STACK = "moe.experts"
 SPLIT = dict.fromkeys(("wq", "wk", "wv", "wkv_b", "w1", "w3", "tok_embeddings", HEAD), 0) | {"wo": 1, "w2": 1}
 """Last part of a linear layer's name -> dimension that tensor parallel splits (0: outputs, 1: inputs)."""
@@ -134,18 +135,27 @@ def gated(name: str, dim: int, width: int) -> Sizes:
 
 
 class GatedDecoderSizes:
-    """Layers and numbers of parameters of a decoder with grouped attention and a gated feed-forward.
+    """Layers and numbers of parameters of a decoder with grouped attention and a gated feed-forward (gated.py).
 
     They follow from dim, n_layers, n_heads, num_kv_heads, head_dim, ffn_dim, vocab_size and tied_embeddings, which a
-    subclass defines.
+    subclass defines, and from the options below, which it may define too: as constants, sizes or properties.
     """
+
+    biases: Names = ()  # linear layers of a block with a bias; of a feed-forward all or none
+    qk_norm = False  # norms of each head's queries and keys
+    sliding_window = 0  # number of tokens that a token attends to, with itself; 0: all before it
 
     def block_linears(self, layer: int) -> Sizes:
         attention = grouped_attention(self.dim, self.n_heads, self.num_kv_heads, self.head_dim)
         return attention | gated("feed_forward", self.dim, self.ffn_dim)
 
+    @property
+    def norm_widths(self) -> dict[str, int]:
+        """Width of each norm of a block, by the name of its weight."""
+        return dict.fromkeys(NORMS, self.dim) | dict.fromkeys(QK_NORMS if self.qk_norm else (), self.head_dim)
+
     def block_others(self, layer: int) -> Names:
-        return NORMS
+        return (*self.norm_widths, *(f"{name}.bias" for name in self.biases))
 
     @property
     def end_others(self) -> Names:
@@ -154,25 +164,19 @@ class GatedDecoderSizes:
     @property
     def num_matmul_parameters(self) -> int:
         """Number of weights that a token is multiplied with: the layers' matrices and the output head (tied or not)."""
-        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.num_kv_heads)
-        return self.n_layers * (attention + 3 * self.dim * self.ffn_dim) + self.dim * self.vocab_size
-
-    @property
-    def _norm_parameters(self) -> int:
-        return (2 * self.n_layers + 1) * self.dim
+        block = sum(outputs * inputs for outputs, inputs in self.block_linears(0).values())
+        return self.n_layers * block + self.dim * self.vocab_size
 
     @property
     def num_parameters(self) -> int:
-        embedding = 0 if self.tied_embeddings else self.vocab_size * self.dim
-        return self.num_matmul_parameters + self._norm_parameters + embedding
+        embedding, linear_layers = 0 if self.tied_embeddings else self.vocab_size * self.dim, self.block_linears(0)
+        block = sum(self.norm_widths.values()) + sum(linear_layers[name][0] for name in self.biases)
+        return self.num_matmul_parameters + self.n_layers * block + self.dim + embedding
 
 
 @dataclass(frozen=True, kw_only=True)
 class GatedArgs(GatedDecoderSizes):
-    """Arguments of decoders with a gated feed-forward.
-
-    A family sets its own defaults and counts its norms' weights (`_norm_parameters`).
-    """
+    """Arguments of decoders with a gated feed-forward. A family sets its own defaults."""
 
     dim: int
     n_layers: int

@@ -5,7 +5,7 @@ No torch here, so `torchtitan check` stays quick.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import agreed_value
@@ -22,16 +22,7 @@ from torchtitan.models.hf.config import (
     scaling_from_hf,
 )
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
-from torchtitan.models.sizes import (
-    NORMS,
-    POST_NORMS,
-    QK_NORMS,
-    GatedArgs,
-    Names,
-    RopeScaling,
-    check_positive,
-    check_whole_heads,
-)
+from torchtitan.models.sizes import POST_NORMS, GatedArgs, RopeScaling, check_positive, check_whole_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,6 +43,8 @@ class Gemma3Args(GatedArgs):
     tied_embeddings: bool = True
     max_seq_len: int = 131072
 
+    qk_norm: ClassVar = True
+
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "sliding_window", "global_interval", "query_scalar")
@@ -64,12 +57,9 @@ class Gemma3Args(GatedArgs):
     def n_global_layers(self) -> int:
         return self.n_layers // self.global_interval
 
-    def block_others(self, layer: int) -> Names:
-        return NORMS + POST_NORMS + QK_NORMS
-
     @property
-    def _norm_parameters(self) -> int:
-        return super()._norm_parameters + self.n_layers * 2 * (self.dim + self.head_dim)
+    def norm_widths(self) -> dict[str, int]:
+        return super().norm_widths | dict.fromkeys(POST_NORMS, self.dim)
 
 
 _debug: dict[str, Any] = dict(dim=256, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=768, vocab_size=2048)

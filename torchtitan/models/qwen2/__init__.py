@@ -5,14 +5,12 @@ No torch here, so `torchtitan check` stays quick.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import check_full_attention, check_supported, gated_config, gated_sizes
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
-from torchtitan.models.sizes import NORMS, GatedArgs, Names
-
-BIASES: Names = ("attention.wq.bias", "attention.wk.bias", "attention.wv.bias")
+from torchtitan.models.sizes import QKV, GatedArgs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -21,12 +19,7 @@ class Qwen2Args(GatedArgs):
     norm_eps: float = 1e-6
     rope_theta: float = 1000000.0
 
-    def block_others(self, layer: int) -> Names:
-        return NORMS + BIASES
-
-    @property
-    def num_parameters(self) -> int:
-        return super().num_parameters + self.n_layers * (self.n_heads + 2 * self.n_kv_heads) * self.head_dim
+    biases: ClassVar = QKV
 
 
 _small: dict[str, Any] = dict(n_kv_heads=2, tied_embeddings=True)

@@ -5,12 +5,12 @@ No torch here, so `torchtitan check` stays quick.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import check_full_attention, check_supported, gated_config, gated_sizes
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
-from torchtitan.models.sizes import NORMS, QK_NORMS, GatedArgs, Names
+from torchtitan.models.sizes import GatedArgs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -20,12 +20,7 @@ class Qwen3Args(GatedArgs):
     rope_theta: float = 1000000.0
     max_seq_len: int = 40960
 
-    def block_others(self, layer: int) -> Names:
-        return NORMS + QK_NORMS
-
-    @property
-    def _norm_parameters(self) -> int:
-        return super()._norm_parameters + self.n_layers * 2 * self.head_dim
+    qk_norm: ClassVar = True
 
 
 _small: dict[str, Any] = dict(n_heads=16, n_kv_heads=8, tied_embeddings=True)

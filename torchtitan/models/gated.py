@@ -1,0 +1,54 @@
+"""Decoders with grouped attention and a gated feed-forward: the model, its parallel plan, and its names elsewhere.
+
+The families that are a Llama with other options (`GatedDecoderSizes` of sizes.py) are a subclass of GatedDecoder and a
+`gated_spec`. The one difference from transformers beyond names: heads rotate adjacent pairs of features (Meta's order),
+transformers rotates feature i with i + head_dim / 2, so the rows of wq and wk, their biases and the weights of their
+norms are in another order.
+"""
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention
+from torchtitan.models.decoder import DECODER_PLAN, AttentionKind, Block, Decoder
+from torchtitan.models.family import ConfigConverter
+from torchtitan.models.flops import flops_per_token
+from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, REORDERED, TensorMap
+from torchtitan.models.layers import RMSNorm, Rotary
+from torchtitan.models.spec import HuggingFace, ModelSpec
+
+
+class GatedDecoder(Decoder):
+    """A decoder whose sizes are GatedDecoderSizes."""
+
+    def __init__(self, args: Any, attention_backend: str = "auto"):
+        def block(layer: int, kernel: AttentionKernel) -> Block:
+            attention = GroupedQueryAttention(
+                args,
+                kernel,
+                RMSNorm if args.qk_norm else None,
+                bias="attention.wq" in args.biases,
+                output_bias="attention.wo" in args.biases,
+            )
+            return Block(args, attention)
+
+        kind = AttentionKind(Rotary(args.head_dim, args.rope_theta, args.rope_scaling), args.sliding_window)
+        super().__init__(args, kind, block, attention_backend)
+
+
+QK_NORM = "attention.[qk]_norm"
+PLAN = replace(DECODER_PLAN, replicated=(QK_NORM,), optional=(QK_NORM,))  # each rank norms its own heads
+
+
+def tensor_map(args: Any) -> TensorMap:
+    names = ATTENTION | FEED_FORWARD | (QK_NORMS if args.qk_norm else {})
+    names |= {f"{name}.bias": names[f"{name}.weight"].removesuffix("weight") + "bias" for name in args.biases}
+    turned = {"attention.wq.bias", "attention.wk.bias", *QK_NORMS, *REORDERED}
+    return TensorMap(layer_names=names, reordered=frozenset(turned), head_dim=args.head_dim, tied=args.tied_embeddings)
+
+
+def gated_spec(build: Callable[..., GatedDecoder], config: ConfigConverter) -> ModelSpec:
+    """Return the spec of a family of gated decoders."""
+    hf = HuggingFace(build=build, tensor_map=tensor_map, config=config)
+    return ModelSpec(build=build, plan=PLAN, hf=hf, flops_per_token=flops_per_token)
