@@ -15,7 +15,6 @@ from tests.support.packages import install, installed_package
 from torchtitan import cli
 from torchtitan.adapters import ADAPTERS
 from torchtitan.commands import contract
-from torchtitan.contract import items
 from torchtitan.contract.checks import differences
 from torchtitan.contract.items import Item, Row, items_of, rows_of, with_options
 from torchtitan.core import registry
@@ -23,6 +22,7 @@ from torchtitan.losses.tasks import TASKS
 from torchtitan.lr_schedules import DECAYS
 from torchtitan.models import SIZES
 from torchtitan.optimizers import OPTIMIZERS
+from torchtitan.process import gloo_ranks
 
 
 @pytest.fixture(autouse=True)
@@ -144,7 +144,7 @@ def test_options_are_tried_in_place_of_the_defaults(installed, tmp_path):
 
 
 def test_a_hang_ends_the_rows_of_its_item(installed, tmp_path, monkeypatch):
-    monkeypatch.setattr(items, "LIMIT", 15.0)
+    monkeypatch.setattr(gloo_ranks, "LIMIT", 15.0)
     (item,) = items_of("acme_titan.light:WAITING")
     expected = {}
     outcome, (line,) = contract._judge(Row(item, "TP 2"), expected, tmp_path)

@@ -277,7 +277,6 @@ CHECKED = {
 }
 OWN_FILES = {
     "contract/checks.py": "in a temporary folder",
-    "contract/items.py": "stacks of its own ranks, in a temporary folder",
     "commands/script_rank.py": "the end that an engine of this rank has passed on",
     "core/files.py": "the one function",
     "checkpoint/folders.py": "writes, and syncs its files",
@@ -297,6 +296,7 @@ OWN_FILES = {
     "launcher/processes.py": "/proc",
     "planner/rehearsal.py": "the current folder, to return to it",
     "process/exit.py": "/dev/null",
+    "process/gloo_ranks.py": "stacks of its own ranks, in a temporary folder",
     "metrics/json_lines.py": "writes",
     "metrics/run_end.py": "writes",
     "models/hf/save.py": "writes",

@@ -16,8 +16,9 @@ from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.options import hint
 from torchtitan.contract import checks
 from torchtitan.contract.checks import differences, resume_difference
-from torchtitan.contract.items import PLANS, Hang, Item, RankError, Row, items_of, rows_of, run_on_ranks, with_options
+from torchtitan.contract.items import PLANS, Item, Row, items_of, rows_of, with_options
 from torchtitan.core.errors import JobError
+from torchtitan.process.gloo_ranks import Hang, RankError, run_on_ranks
 
 HOLDS, FAILS, LEFT_OUT = "holds", "FAILS", "left out"
 TOLERANCE = {"optimizer": 1e-5}
