@@ -4,6 +4,7 @@ temporary name, and memory holds one layer at a time.
 
 import json
 import math
+import shlex
 
 import pytest
 import safetensors.torch
@@ -231,9 +232,22 @@ def test_an_export_that_fails_verification_keeps_its_temporary_name(tmp_path, te
     ):
         assert cli.main(["export", str(run), *options]) == 2
         assert message in capsys.readouterr().err
-    base = train_run(tmp_path / "plain", texts, bases["llama3"], adapter__kind="none", adapter__rank=128)
-    assert export(base, tmp_path / "none") == 2
-    assert "its job has no adapter; write --merge" in capsys.readouterr().err
+
+
+def test_a_run_without_adapter_exports_its_weights(tmp_path, texts, bases, capsys):
+    """No --merge is needed, and the last lines, with what serves the folder, can be run as they are."""
+    run = train_run(tmp_path / "plain", texts, bases["llama3"], adapter__kind="none", adapter__rank=128)
+    target = tmp_path / "it's whole"
+    assert export(run, target) == 0
+    serve, in_python = capsys.readouterr().out.splitlines()[-2:]
+    assert shlex.split(serve) == ["serve", "it:", "vllm", "serve", str(target)]
+    import transformers
+
+    reference = eval(in_python.removeprefix("in Python: "), {"transformers": transformers})
+    job, step_folder = find_checkpoint(run, None)
+    model, _ = inference_model.load_model(job, step_folder, torch.device("cpu"))
+    torch.testing.assert_close(reference(TOKENS).logits, model(TOKENS), rtol=1e-5, atol=1e-5)
+    assert export(run, tmp_path / "again", "--merge", "--dtype=bfloat16") == 0, "it has nothing to merge"
 
 
 def test_verification_accepts_differences_of_rounding():

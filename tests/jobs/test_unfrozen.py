@@ -51,14 +51,12 @@ def texts(tmp_path_factory):
     return jobs.write_texts(tmp_path_factory.mktemp("texts"))
 
 
-def test_only_named_parameters_are_trained_and_a_resume_is_bit_exact(texts, tmp_path, capsys):
+def test_only_named_parameters_are_trained_and_a_resume_is_bit_exact(texts, tmp_path):
     argv = job(tmp_path / "run", texts)
     uninterrupted, changed, names, names_with_state = run_ranks(2, train_and_compare, argv)[0]
     assert changed == names_with_state == set(filter(is_trained, names)) and len(changed) < len(names)
     assert run_ranks(2, train_and_compare, [*argv, "--checkpoint.load_step=2"])[0][0] == uninterrupted
-    assert cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "adapter")]) == 2
-    assert "its job has no adapter; write --merge for the weights of the model" in capsys.readouterr().err
-    assert cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "whole"), "--merge"]) == 0
+    assert cli.main(["export", str(tmp_path / "run"), "--to", str(tmp_path / "whole")]) == 0
     run, checkpoint = find_checkpoint(tmp_path / "run", None)
     filled, installed = inference_model.load_model(run, checkpoint, torch.device("cpu"))
     assert {name for name, p in filled.named_parameters() if p.requires_grad} == changed

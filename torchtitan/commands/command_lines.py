@@ -336,11 +336,12 @@ def _add_dtype(parser: CommandParser, description: str) -> None:
 
 
 def _export() -> CommandParser:
-    parser = CommandParser("export", "Without --merge, the adapter alone is written. Exit code: 1 if the copy differs.")
+    details = "A run with an adapter writes it alone, unless --merge is given. Exit code: 1 if the copy differs."
+    parser = CommandParser("export", details)
     _add_checkpoint(parser)
     parser.add_argument("--to", required=True, metavar="FOLDER", help="folder to write, which must not exist")
-    parser.add_argument("--merge", action="store_true", help="write the whole model, an adapter merged into it")
-    _add_dtype(parser, "dtype of the merged weights (default: training.dtype of the run)")
+    parser.add_argument("--merge", action="store_true", help="write the whole model, with the adapter merged into it")
+    _add_dtype(parser, "dtype of the model's weights (default: training.dtype of the run)")
     base = "quantized base to merge into: the original weights (default), or those that the run computed with"
     bases = OneOf(("original", "unpacked"))
     parser.add_argument("--merge-base", type=bases, default="original", metavar="{original,unpacked}", help=base)

@@ -1,4 +1,4 @@
-"""`torchtitan export FOLDER --to DIRECTORY --merge`: write a run's weights in the Hugging Face layout, in one process.
+"""`torchtitan export FOLDER --to DIRECTORY`: write a run's weights in the Hugging Face layout, in one process.
 
 FOLDER is the job's dump_folder (newest complete checkpoint) or one of its step folders. --merge merges the adapter into
 its base model one matrix at a time: the sum is computed in float32 and rounded once. If the base is quantized, the
@@ -7,11 +7,12 @@ run's dtype: bfloat16 would round them and lose adapter updates below its 8 sign
 
 The export is then read again and compared with the run on a short held-out sample: its loss, and the likeliest token at
 each position. If they differ, the directory is named DIRECTORY.unverified and the exit code is 1. Embedding, head and
-one layer at a time are in memory. Without --merge only the adapter is written, in the usual layout for adapters of its
-kind (mostly peft's). That is refused if the run trained other parameters too.
+one layer at a time are in memory. Without --merge, a run with an adapter writes it alone, in the usual layout for
+adapters of its kind (mostly peft's). That is refused if the run trained other parameters too.
 """
 
 import json
+import shlex
 import sys
 from dataclasses import dataclass
 from itertools import islice
@@ -35,6 +36,7 @@ from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.job import ResolvedJob
 from torchtitan.job.model import JobModel
 from torchtitan.losses.objective import IGNORE_INDEX
+from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.training import inference_model
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 1e-2, "float16": 1e-2}
@@ -50,6 +52,8 @@ MAX_BATCHES = 64
 MAX_TOKENS = 128
 """Maximum length of the sample that an export is verified on, in tokens."""
 UNVERIFIED = 1
+CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
+"""Ends of the names of transformers' classes that vLLM generates text with."""
 
 
 class ExampleBatch(NamedTuple):
@@ -65,7 +69,7 @@ def main(argv: list[str]) -> int:
     if target.exists():
         raise JobError(f"--to {target}: exists; give another directory")
     job, step_folder = find_checkpoint(Path(options.folder), options.config, best=options.best)
-    if options.merge:
+    if options.merge or job.config.adapter.kind == NONE:
         dtype = options.dtype or job.config.training.dtype
         print(announcement(job.model, dtype), flush=True)
         return export(job, step_folder, target, dtype, options.merge_base == "unpacked")
@@ -73,8 +77,6 @@ def main(argv: list[str]) -> int:
         raise JobError(
             f"--dtype: given {options.dtype}; allowed: a dtype only with --merge; an adapter alone keeps its type"
         )
-    if job.config.adapter.kind == NONE:
-        raise JobError(f"{options.folder}: its job has no adapter; write --merge for the weights of the model")
     model, adapter = inference_model.load_model(job, step_folder, torch.device("cpu"))
     assert adapter is not None
     parts.save_peft(job.model, target, adapter, adapter.full_tensors([model]))
@@ -123,7 +125,15 @@ def export(job: ResolvedJob, step_folder: Path, target: Path, dtype: str, into_u
         return UNVERIFIED
     unverified.rename(target)
     print(f"{target}: {step_folder.name} in {dtype}; {losses} on {sample.tokens.shape[1]} tokens")
+    print("\n".join(usage_lines(target)))
     return 0
+
+
+def usage_lines(folder: Path) -> list[str]:
+    """Return the commands that serve an exported folder (causal models only) and that open it in transformers."""
+    (architecture,) = read_json(folder / CONFIG)["architectures"]
+    serve = [f"serve it: vllm serve {shlex.quote(str(folder))}"] if architecture.endswith(CAUSAL_CLASSES) else []
+    return [*serve, f"in Python: transformers.{architecture}.from_pretrained({str(folder)!r})"]
 
 
 def write(
