@@ -87,9 +87,8 @@ def test_a_model_type_that_is_always_refused_is_not_proposed(tmp_path):
     "change, expected",
     [
         (
-            {"attention_bias": True, "mlp_bias": True, "head_dim": 16},
-            "attention_bias = True, but this model only has False; mlp_bias = True, but this model only has False; "
-            "head_dim = 16, but this model only has 8",
+            {"use_mamba": True, "hidden_act": "gelu"},
+            "use_mamba",
         ),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary scaling"),
         ({"model_type": "qwen3_moe"}, 'but this model is a llama; set model.name = "qwen3_moe"'),

@@ -7,7 +7,19 @@ from torch.distributed.device_mesh import init_device_mesh
 
 from tests.support.hf_parity import build, close, tokens_for
 from tests.support.pool import run_ranks
-from tests.support.tiny_decoders import DEEPSEEK, GEMMA3, GPT2, LLAMA, MISTRAL, OPT, QWEN2, QWEN3, QWEN3_MOE, ROBERTA
+from tests.support.tiny_decoders import (
+    DEEPSEEK,
+    GATED,
+    GEMMA3,
+    GPT2,
+    LLAMA,
+    MISTRAL,
+    OPT,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    ROBERTA,
+)
 from torchtitan.losses.objective import SummedCrossEntropy
 from torchtitan.models import SIZES
 from torchtitan.models.moe.layer import MoEBlock
@@ -91,8 +103,9 @@ TINY = {
     "opt 350M": ("opt", OPT["350M"]),
     "roberta": ("roberta", ROBERTA["words"]),
     "classes": ("roberta", ROBERTA["classes"]),
+    **{shape: (shape.split()[0], args) for shape, args in GATED.items()},
 }
-ONE_OF_EACH = ["llama", "v3", "mistral", "gemma", "qwen 2", "dense qwen", "qwen", "gpt2", "opt 350M", "roberta"]
+ONE_OF_EACH = ["llama", "v3", "mistral", "gemma", "qwen 2", "dense qwen", "qwen", "gpt2", "opt 350M", "roberta", *GATED]
 
 
 def tiny_model(name, dtype=torch.float32):

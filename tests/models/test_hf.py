@@ -115,9 +115,9 @@ def test_a_feed_forward_narrower_than_usual_is_read_exactly():
     [
         ({"model_type": "mistral"}, "model_type = 'mistral'"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
-        ({"attention_bias": True}, "attention_bias = True"),
+        ({"attention_bias": None}, "attention_bias = None; allowed: true or false"),
         ({"attention_dropout": 0.1}, "attention_dropout = 0.1, but attention of this family drops no probabilities"),
-        ({"head_dim": 16}, "head_dim = 16.*only has 8"),
+        ({"head_dim": 7}, "head_width = 7: must be even"),
         ({"hidden_size": "wide"}, "no whole number above 0 for hidden_size"),
         ({"num_attention_heads": 0}, "no whole number above 0 for num_attention_heads"),
         ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "rotary scaling.*dynamic"),

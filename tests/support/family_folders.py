@@ -1,6 +1,7 @@
 """Shapes of tiny folders, a family each."""
 
 from transformers import (
+    CONFIG_MAPPING,
     DeepseekV2Config,
     DeepseekV3Config,
     Gemma3TextConfig,
@@ -16,6 +17,7 @@ from transformers import (
 
 from tests.support.tiny_decoders import (
     DEEPSEEK,
+    GATED,
     GEMMA3,
     GPT2,
     LLAMA,
@@ -26,6 +28,7 @@ from tests.support.tiny_decoders import (
     QWEN3_MOE,
     ROBERTA,
 )
+from torchtitan.models import CONFIG_CONVERTERS
 
 SHAPES = {
     "llama2": (LLAMA["llama2"], LlamaConfig),
@@ -45,4 +48,7 @@ SHAPES = {
     "qwen3": (QWEN3["plain"], Qwen3Config),
     "qwen3_moe": (QWEN3_MOE["published"], Qwen3MoeConfig),
     "roberta": (ROBERTA["words"], RobertaConfig),
+} | {
+    shape: (args, CONFIG_MAPPING[CONFIG_CONVERTERS[shape.split()[0]].to_hf(args)["model_type"]])
+    for shape, args in GATED.items()
 }

@@ -158,3 +158,8 @@ OPT = {
     "narrow words": replace(_OPT, embed_dim=24),
     "classes": replace(_OPT, n_classes=4),
 }
+
+GATED = {
+    "llama3 biased": replace(LLAMA["llama3"], head_width=12, attention_bias=True, mlp_bias=True),
+}
+"""Shapes of families that are gated decoders with other options; the first word is the family."""

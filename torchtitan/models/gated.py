@@ -1,6 +1,6 @@
 """Decoders with grouped attention and a gated feed-forward: the model, its parallel plan, and its names elsewhere.
 
-The families that are a Llama with other options (`GatedDecoderSizes` of sizes.py) are a subclass of GatedDecoder and a
+A family that is a Llama with other options (`GatedDecoderSizes` of sizes.py) is a subclass of GatedDecoder and a
 `gated_spec`. The one difference from transformers beyond names: heads rotate adjacent pairs of features (Meta's order),
 transformers rotates feature i with i + head_dim / 2, so the rows of wq and wk, their biases and the weights of their
 norms are in another order.
@@ -15,12 +15,12 @@ from torchtitan.models.decoder import DECODER_PLAN, AttentionKind, Block, Decode
 from torchtitan.models.family import ConfigConverter
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, REORDERED, TensorMap
-from torchtitan.models.layers import RMSNorm, Rotary
+from torchtitan.models.layers import RMSNorm, Rotary, SwiGLU
 from torchtitan.models.spec import HuggingFace, ModelSpec
 
 
 class GatedDecoder(Decoder):
-    """A decoder whose sizes are GatedDecoderSizes."""
+    """A decoder with sizes of the kind GatedDecoderSizes."""
 
     def __init__(self, args: Any, attention_backend: str = "auto"):
         def block(layer: int, kernel: AttentionKernel) -> Block:
@@ -31,7 +31,7 @@ class GatedDecoder(Decoder):
                 bias="attention.wq" in args.biases,
                 output_bias="attention.wo" in args.biases,
             )
-            return Block(args, attention)
+            return Block(args, attention, SwiGLU(args.dim, args.ffn_dim, "feed_forward.w1" in args.biases))
 
         kind = AttentionKind(Rotary(args.head_dim, args.rope_theta, args.rope_scaling), args.sliding_window)
         super().__init__(args, kind, block, attention_backend)

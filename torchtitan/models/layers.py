@@ -87,11 +87,11 @@ def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
 class SwiGLU(nn.Module):
     """Feed-forward with a gate: w2(silu(w1 x) * w3 x) (arXiv:2002.05202)."""
 
-    def __init__(self, dim: int, hidden_dim: int):
+    def __init__(self, dim: int, hidden_dim: int, bias: bool = False):
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim, bias=False)
-        self.w2 = nn.Linear(hidden_dim, dim, bias=False)
-        self.w3 = nn.Linear(dim, hidden_dim, bias=False)
+        self.w1 = nn.Linear(dim, hidden_dim, bias)
+        self.w2 = nn.Linear(hidden_dim, dim, bias)
+        self.w3 = nn.Linear(dim, hidden_dim, bias)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., D]"""

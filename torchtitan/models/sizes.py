@@ -44,8 +44,8 @@ def check_not_negative(args: Any, *names: str) -> None:
 
 
 def check_even(args: Any, name: str) -> None:
-    """Raise JobError unless a width that rotary embeddings rotate is even."""
-    if getattr(args, name) % 2:
+    """Raise JobError unless a width that rotary embeddings rotate, if it is set, is even."""
+    if (getattr(args, name) or 0) % 2:
         raise JobError(f"{name} = {getattr(args, name)}: must be even, as rotary embeddings turn pairs")
 
 
@@ -80,6 +80,8 @@ POST_NORMS: Names = ("attention_post_norm.weight", "ffn_post_norm.weight")
 ENDS: Names = ("tok_embeddings.weight", "norm.weight")
 """Names of parameters, other than linear layers, in a block and outside of the blocks."""
 QKV: Names = ("attention.wq", "attention.wk", "attention.wv")
+WO: Names = ("attention.wo",)
+FEED_FORWARD: Names = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 STACK = "moe.experts"
 SPLIT = dict.fromkeys(("wq", "wk", "wv", "wkv_b", "w1", "w3", "tok_embeddings", HEAD), 0) | {"wo": 1, "w2": 1}
 """Last part of a linear layer's name -> dimension that tensor parallel splits (0: outputs, 1: inputs)."""

@@ -46,6 +46,8 @@ from torchtitan.training.reporting import ReferenceProgress
 logger = logging.getLogger(__name__)
 
 FILE = REFERENCE_FILE
+LATER_SIZES = ("head_width", "attention_bias", "mlp_bias")
+"""Sizes of models that were added when there were files; they count if they are set."""
 LATER_OPTIONS = ("save", "last_save_in_peft", "relora")
 """Options of [adapter] that do not change the model before the first step."""
 MODEL, IDENTITY, ROWS = "model", "identity", "rows"
@@ -201,7 +203,8 @@ def _identity(job: ResolvedJob) -> str:
     start = config.dpo.reference or config.checkpoint.initial_load_path
     weights = [path for path in (start, config.adapter.initial_path) if path]
     adapter = {name: value for name, value in asdict(config.adapter).items() if name not in LATER_OPTIONS}
-    values: list[Any] = [asdict(job.model.args), adapter, config.debug.seed]
+    sizes = {name: size for name, size in asdict(job.model.args).items() if size or name not in LATER_SIZES}
+    values: list[Any] = [sizes, adapter, config.debug.seed]
     values += [training.dtype, training.mixed_precision_param]
     values += ["bfloat16"] * (training.frozen_dtype == "bfloat16")  # a new entry, as files of earlier versions lack it
     values += map(_path_and_size, weights)

@@ -13,12 +13,23 @@ from torchtitan.models.hf.config import (
     check_supported,
     decoder_config,
     decoder_sizes,
+    read_flag,
     read_number,
     rotary_config,
     scaling_from_hf,
 )
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
-from torchtitan.models.sizes import GatedDecoderSizes, RopeScaling, check_grouped_heads, check_positive
+from torchtitan.models.sizes import (
+    FEED_FORWARD,
+    QKV,
+    WO,
+    GatedDecoderSizes,
+    Names,
+    RopeScaling,
+    check_even,
+    check_grouped_heads,
+    check_positive,
+)
 
 
 @dataclass(frozen=True)
@@ -37,10 +48,14 @@ class LlamaArgs(GatedDecoderSizes):
     rope_scaling: RopeScaling | None = None
     tied_embeddings: bool = False  # the output head is the embedding matrix
     max_seq_len: int = 4096  # context length of the family's training; the model does not depend on it
+    head_width: int | None = None  # of queries, keys and values; None: dim / n_heads
+    attention_bias: bool = False  # of all four matrices
+    mlp_bias: bool = False
 
     def __post_init__(self) -> None:
-        check_positive(self, "dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "max_seq_len")
-        if self.dim % self.n_heads or self.head_dim % 2:
+        check_positive(self, "dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "max_seq_len", "head_dim")
+        check_even(self, "head_width")
+        if self.head_width is None and (self.dim % self.n_heads or self.head_dim % 2):
             raise JobError(
                 f"dim = {self.dim} with n_heads = {self.n_heads}: dim must be a multiple of n_heads, and dim / n_heads "
                 f"even (rotary embeddings turn pairs). Change either"
@@ -53,7 +68,11 @@ class LlamaArgs(GatedDecoderSizes):
 
     @property
     def head_dim(self) -> int:
-        return self.dim // self.n_heads
+        return self.dim // self.n_heads if self.head_width is None else self.head_width
+
+    @property
+    def biases(self) -> Names:
+        return (*(QKV + WO if self.attention_bias else ()), *(FEED_FORWARD if self.mlp_bias else ()))
 
     @property
     def ffn_dim(self) -> int:
@@ -151,7 +170,8 @@ def _to_hf(args: LlamaArgs, dtype: Any = "float32") -> dict[str, Any]:
         "model_type": "llama",
         "intermediate_size": args.ffn_dim,
         "head_dim": args.head_dim,
-        "mlp_bias": False,
+        "attention_bias": args.attention_bias,
+        "mlp_bias": args.mlp_bias,
     }
     return decoder_config(args, dtype) | rotary_config(args) | llama_fields
 
@@ -159,19 +179,22 @@ def _to_hf(args: LlamaArgs, dtype: Any = "float32") -> dict[str, Any]:
 def _from_hf(config: Mapping[str, Any]) -> LlamaArgs:
     sizes = decoder_sizes(config, 2048, "intermediate_size")
     dim, heads, ffn_dim = sizes["dim"], sizes["n_heads"], config["intermediate_size"]
-    check_supported(
-        config, {"hidden_act": "silu", "attention_bias": False, "mlp_bias": False, "head_dim": dim // heads}
-    )
+    check_supported(config, {"hidden_act": "silu"})
+    plain_width = dim // heads
+    head_width = read_number(config, "head_dim", plain_width, null=plain_width)
     return LlamaArgs(
         **sizes,
         n_kv_heads=read_number(config, "num_key_value_heads", heads, null=heads),
         **width_options(dim, ffn_dim),
         rope_scaling=scaling_from_hf(config),
+        head_width=head_width if head_width * heads != dim else None,
+        attention_bias=read_flag(config, "attention_bias", False),
+        mlp_bias=read_flag(config, "mlp_bias", False),
     )
 
 
 COMPARED = ("dim", "n_layers", "n_heads", "num_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
-COMPARED += ("rope_scaling", "tied_embeddings")
+COMPARED += ("rope_scaling", "tied_embeddings", "head_dim", "attention_bias", "mlp_bias")
 KEYS = config_keys(DECODER_KEYS | {"mlp_bias", "head_dim"})
 CONFIG = ConfigConverter(model_types=("llama",), to_hf=_to_hf, from_hf=_from_hf, compared=COMPARED, keys=KEYS)
 
