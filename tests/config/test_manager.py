@@ -597,7 +597,7 @@ def random_value(random: random.Random, annotation: Any) -> Any:
             if getattr(limit, name, None) is not None
         }
         if "pattern" in limits:
-            examples = ("op", "1", "17", "1:00:00", "2-03:00:00", "batch", "2/4", "epoch", "12/epoch")
+            examples = ("op", "1", "17", "1:00:00", "2-03:00:00", "batch", "2/4", "epoch", "12/epoch", "[:20%]")
             matches = [example for example in examples if re.match(limits["pattern"], example)]
             return random.choice(matches)
         if inner is str:

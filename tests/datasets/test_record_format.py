@@ -378,6 +378,18 @@ REFUSED = [
         'training.sources[0].format: given "chat"; allowed: unset with dataset "python_stdlib", which has no records',
     ),
     (
+        ['--training.sources=[{dataset = "python_stdlib", slice = "[:9]"}]'],
+        'training.sources[0].slice: given "[:9]"; allowed: unset with dataset "python_stdlib", which has no records',
+    ),
+    (
+        ['--training.sources=[{dataset = "text", dataset_path = "FILE", slice = "train[:9]"}]'],
+        'training.sources[0].slice: given "train[:9]"; allowed: "[:100]", "[10%:20%]", or several: "[:5%]+[-5%:]"',
+    ),
+    (
+        ['--training.sources=[{dataset = "text", dataset_path = "FILE", slice = "[1:200%]"}]'],
+        'training.sources[0].slice: given "[1:200%]"; allowed: "[:100]"',
+    ),
+    (
         ['--training.sources=[{dataset = "text", dataset_path = "FILE", fields = {a = "b"}}]'],
         "training.sources[0].fields: given 'a'; allowed: unset without training.format",
     ),

@@ -16,10 +16,11 @@ SEQ_LEN = 16
 
 
 def loader(dataset_path=None, dataset="text", sources=(), **options) -> Loader:
-    """Build a loader of one dataset, or of `sources` as (dataset, dataset_path, weight)."""
-    sources = sources or [(dataset, dataset_path, 1.0)]
+    """Build a loader of one dataset, or of `sources` as (dataset, dataset_path, weight). `slices`: of each of them."""
+    sources, slices = sources or [(dataset, dataset_path, 1.0)], options.pop("slices", None)
     opened = [
-        WeightedSource(name, open_source(name, str(path), RecordReader()), weight) for name, path, weight in sources
+        WeightedSource(name, open_source(name, str(path), RecordReader(), slices=slices), weight)
+        for name, path, weight in sources
     ]
     state, tokenizer = options.pop("state", None), options.pop("tokenizer", TOKENIZER)
     workers = WorkerOptions(**{name: options.pop(name) for name in WorkerOptions._fields if name in options})

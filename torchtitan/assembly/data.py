@@ -54,7 +54,8 @@ class JobDatasets:
         training, weighted_sources = self.config.training, []
         for options in self.data.sources(section).values():
             reader = self.data.reader(options)
-            source = open_source(options.dataset, options.dataset_path, reader, self.job.model.labelled_fields)
+            fields = self.job.model.labelled_fields
+            source = open_source(options.dataset, options.dataset_path, reader, fields, options.slice)
             if self.data.is_tokenized_first(section) and not isinstance(source, TokenShards):
                 source = prepared_shards(
                     source,

@@ -77,7 +77,8 @@ def _count(facts: Facts) -> tuple[int, int]:
         path = source_config.dataset_path
         if not name.startswith("training") or source_config.dataset != "text" or not path or not Path(path).exists():
             continue
-        source = open_source(source_config.dataset, path, facts.data.reader(source_config), facts.model.labelled_fields)
+        reader, fields = facts.data.reader(source_config), facts.model.labelled_fields
+        source = open_source(source_config.dataset, path, reader, fields, source_config.slice)
         for document in islice(source.documents(), MOST_RECORDS - looked_at):
             if isinstance(document, Document):
                 looked_at, trained = looked_at + 1, trained + _trains_end(tokenizer, document, encode, train_on)

@@ -11,6 +11,7 @@ from torchtitan.core.registry import Registry
 from torchtitan.datasets import labelled, token_shards
 from torchtitan.datasets.record_format import LabelledFields, RecordReader
 from torchtitan.datasets.sources import DataError, Source, files, pretokenized, tables
+from torchtitan.datasets.sources.slices import select
 from torchtitan.datasets.sources.tables import saved_split
 
 
@@ -82,15 +83,26 @@ def has_records(dataset: str) -> bool:
 
 
 def open_source(
-    dataset: str, dataset_path: str | None, record_reader: RecordReader, fields: LabelledFields | None = None
+    dataset: str,
+    dataset_path: str | None,
+    record_reader: RecordReader,
+    fields: LabelledFields | None = None,
+    slices: str | None = None,
 ) -> Source:
     """Open a dataset, reading only names and sizes. `fields`: read labelled records instead of text.
 
-    Raises DataError for unusable data, JobError for an unknown dataset.
+    `slices`: the part of the records to read, see sources/slices.py. Raises DataError for unusable data, JobError for
+    an unknown dataset.
     """
     if dataset not in DATASETS:
         raise JobError(f"dataset is {dataset!r}; allowed: {', '.join(DATASETS)}")
-    entry = DATASETS[dataset]
+    source = _open_whole(DATASETS[dataset], dataset, dataset_path, record_reader, fields)
+    return source if slices is None else select(source, slices)
+
+
+def _open_whole(
+    entry: Dataset, dataset: str, dataset_path: str | None, record_reader: RecordReader, fields: LabelledFields | None
+) -> Source:
     if fields is not None:
         if entry.open_labelled is None:
             allowed = ", ".join(name for name, candidate in BUILT_IN.items() if candidate.open_labelled is not None)

@@ -62,7 +62,7 @@ class JobData:
         """Describe the datasets with their paths and, where several are mixed by weight, the share of each."""
         sources = list(self.sources(section).values())
         total_weight = sum(source.weight for source in sources)
-        names = [s.dataset + (f" ({s.dataset_path})" if s.dataset_path else "") for s in sources]
+        names = [s.dataset + (f" ({s.dataset_path})" if s.dataset_path else "") + (s.slice or "") for s in sources]
         if len(sources) == 1 or (section == "training" and self.joins_sources):
             return " + ".join(names)
         return " + ".join(f"{s.weight / total_weight:.3g} {name}" for s, name in zip(sources, names, strict=True))

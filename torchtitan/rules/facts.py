@@ -157,7 +157,7 @@ class Facts:
             if training.tokens is not None:
                 return steps_for(samples_in_budget(training.tokens, training.seq_len), rows)
             sources = [
-                open_source(source.dataset, source.dataset_path, self.data.reader(source))
+                open_source(source.dataset, source.dataset_path, self.data.reader(source), slices=source.slice)
                 for source in self.data.sources("training").values()
             ]
             if not all(isinstance(source, TokenShards) for source in sources):

@@ -101,7 +101,11 @@ def data_is_there(facts: Facts) -> Iterator[Fault]:
             continue
         try:
             source = open_source(
-                source_config.dataset, source_config.dataset_path, reading, facts.model.labelled_fields
+                source_config.dataset,
+                source_config.dataset_path,
+                reading,
+                facts.model.labelled_fields,
+                source_config.slice,
             )
             if facts.model.learns_classes and sum(file.size for file in source.files) <= READ_AT_ONCE:
                 source.probe()
@@ -229,6 +233,9 @@ def records_are_read_as_said(facts: Facts) -> Iterator[Fault]:
         for name in HOW if "[" in place and not reads_records[place] else ():
             if _source_option(facts, place, name):
                 yield facts.fault(f"{place}.{name}", _unset(facts, show(source.dataset)), "drop it")
+    for place, source in facts.data.all_sources.items():
+        if source.slice is not None and not has_records(source.dataset):
+            yield facts.fault(f"{place}.slice", _without_records(show(source.dataset)), "drop it")
     readers = [source for place, source in facts.data.all_sources.items() if reads_records[place]]
     for name in HOW:
         value = getattr(facts.config.training, name)
@@ -276,6 +283,10 @@ def _unset(facts: Facts, dataset: str = "") -> str:
         return f"unset with task.kind = {facts.config.task.kind}, where [task] names the fields"
     if not dataset:
         return "unset if no source has records with several fields"
+    return _without_records(dataset)
+
+
+def _without_records(dataset: str) -> str:
     return f"unset with dataset {dataset}, which has no records with several fields"
 
 

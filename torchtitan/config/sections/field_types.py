@@ -49,6 +49,13 @@ InEpochs = Annotated[str, Field(pattern=r"^(epoch|[1-9]\d{0,5}/epoch)$"), Form('
 Cadence = Positive | PartOfRun | InEpochs
 """Interval between events: a number of steps, a fraction of the run, or a number per epoch (core/cadence.py)."""
 
+_NUMBER, _PERCENT = r"(-?\d{1,12})?", r"(-?(100|\d{1,2})%)?"
+_SLICE = rf"\[({_NUMBER}:{_NUMBER}|{_PERCENT}:{_PERCENT})\]"
+Slices = Annotated[
+    str, Field(pattern=rf"^{_SLICE}(\+{_SLICE})*$"), Form('"[:100]", "[10%:20%]", or several: "[:5%]+[-5%:]"')
+]
+"""Parts of a source's records (datasets/sources/slices.py)."""
+
 Dataset = Annotated[str, NameIn("torchtitan.datasets:DATASETS")]
 RecordFormat = Annotated[str, NameIn("torchtitan.datasets.formats:FORMATS")]
 

@@ -20,6 +20,7 @@ from torchtitan.config.sections.field_types import (
     Positive,
     Precision,
     RecordFormat,
+    Slices,
 )
 
 
@@ -49,6 +50,9 @@ class DataSource:
     """Replaces training.fields for this source. Unset: training.fields, unless this source sets format."""
     template: dict[str, str] = field(default_factory=dict)
     """Replaces training.template for this source. Unset: training.template, unless this source sets format."""
+    slice: Slices | None = None
+    """Part of the records to read, in the stored order, as in the split of datasets.load_dataset: "[:20%]", "[100:]",
+    "[:5%]+[-5%:]". Unset: all."""
     weight: Annotated[float, Field(gt=0)] = 1.0
     """Share of the samples from this source, relative to the other sources' weights."""
 

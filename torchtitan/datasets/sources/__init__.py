@@ -99,6 +99,8 @@ class Document(NamedTuple):
     """Fields of the record that nothing in the document comes from."""
     is_reread: bool = False
     """True if earlier versions read such a record otherwise (record_account.py)."""
+    is_empty_line: bool = False
+    """True if there is no record, only an empty line."""
 
     @property
     def spans(self) -> Sequence[Span]:
@@ -189,6 +191,10 @@ class IndexedFile(Part):
 
     def probe(self) -> None:
         """Check the file like IndexedSource.probe."""
+
+    def empty_record(self) -> int | None:
+        """Return the number of the first record that is only an empty line, None if there is none."""
+        return None
 
     def read(self, start: int) -> Iterator[DocumentOrError]:
         for index in range(start, len(self)):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import sysconfig
 import zlib
 from codecs import BOM_UTF8, getincrementaldecoder
@@ -54,7 +55,7 @@ def parse_line(line: bytes, location: str, short_location: str, offset: int, rec
         line, offset = line[len(BOM_UTF8) :], len(BOM_UTF8)
     content = decode_utf8(line, location, offset)
     if not content.strip():
-        return Document("", short_location)
+        return Document("", short_location, is_empty_line=True)
     try:
         record = load_json(content)
     except json.JSONDecodeError as error:
@@ -181,6 +182,10 @@ class _Window:
             self.file.close()
 
 
+LINE_BEFORE_BLANK = re.compile(rb"\n(?=\s)")
+"""The end of a line, before one that begins with a blank or is empty."""
+
+
 class JsonLines(IndexedFile):
     def __init__(self, path: Path, name: str, record_reader: RecordParser) -> None:
         super().__init__(path, name)
@@ -206,6 +211,17 @@ class JsonLines(IndexedFile):
             raise _too_long(f"{self.path}:{index + 1}")
         line = self.bytes(start, stop)
         return parse_line(line, f"{self.path}:{index + 1}", f"{self.name}:{index + 1}", start, self.record_reader)
+
+    def empty_record(self) -> int | None:
+        starts, base, last = self._offsets[:-1], 0, b"\n"
+        with open_file(self.path) as file:
+            while block := file.read(2**24):
+                for match in LINE_BEFORE_BLANK.finditer(last + block):
+                    index = int(starts.searchsorted(base + match.start()))
+                    if index < len(self) and not self.bytes(*self._offsets[index : index + 2].tolist()).strip():
+                        return index
+                base, last = base + len(block), block[-1:]
+        return None
 
     def probe(self) -> None:
         """Read the last line: it is damaged if the file is truncated, and reveals a wrong text field."""

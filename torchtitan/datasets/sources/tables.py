@@ -240,8 +240,8 @@ class CsvFile(Part):
 
     def _document(self, fields: list[str], names: list[str], columns: TableColumns, row: int, line: int) -> Document:
         location, short_location = f"{self.path}, row {row}", f"{self.name}, row {row}"
-        if not fields:  # an empty line
-            return Document("", short_location)
+        if not fields:
+            return Document("", short_location, is_empty_line=True)
         check_row_length(len(fields), len(names), location, line, self.path)
         values = [fields[names.index(name)] for name in columns.looked_at]
         return row_document(self.record_reader, columns, values, location, short_location)
