@@ -14,7 +14,7 @@ from tests.support.importing import difference
 from tests.support.jobs import ROOT
 from tests.support.notes_rows import base, write_rows
 from torchtitan import cli
-from torchtitan.config.layers import as_file
+from torchtitan.config.layers import as_file, layer_of
 from torchtitan.config.manager import load
 from torchtitan.config.sections.training import DataSource
 from torchtitan.core import yaml_file
@@ -566,7 +566,7 @@ ENTRY = {
     "field_chosen": ("better", "rename the field"),
     "field_rejected": ("worse", "rename the field"),
     "message_property_mappings": ({"tool_calls": "calls"}, "a table with role and content"),
-    "split": ("test", "download the split"),
+    "split": ("test", "write the records of the split into a file"),
     "data_files": (3, "paths"),
     "feild": ("text", "did you mean field?"),
 }
@@ -581,6 +581,44 @@ def test_invalid_entries_of_datasets_are_refused(key):
         assert any(
             message in str(fault) for fault in import_config(FULL | {"datasets": [{"path": "a", "type": entry}]}).faults
         )
+
+
+SLICED = [  # an entry, and its sources or the beginning of the error
+    ({"path": "o/n", "split": "train[:20%]"}, [("huggingface", "o/n", "[:20%]")]),
+    ({"path": "o/n", "split": "train[:1_000] + train[-5%:]"}, [("huggingface", "o/n", "[:1000]+[-5%:]")]),
+    ({"path": "o/n", "name": "en", "split": "validation[9:]"}, [("huggingface_validation", "o/n:en", "[9:]")]),
+    ({"path": "a.jsonl", "split": "train[:100]"}, [("text", "a.jsonl", "[:100]")]),
+    ({"path": "json", "data_files": ["a.jsonl"], "split": "train[:9]"}, [("text", "a.jsonl", "[:9]")]),
+    ({"path": "json", "data_files": ["a.jsonl", "b.jsonl"], "split": "train[:9]"}, "datasets[0].data_files"),
+    ({"path": "a.jsonl", "split": "validation"}, "datasets[0].split"),
+    ({"path": "o/n", "split": "train[:9]+validation[:9]"}, "datasets[0].split"),
+    ({"path": "o/n", "split": "train[:9]+train"}, "datasets[0].split"),
+    ({"path": "o/n", "split": "train+train"}, "datasets[0].split"),
+    ({"path": "o/n", "split": "train[:9%](pct1_dropremainder)"}, "datasets[0].split"),
+    ({"path": "o/n", "split": "train[::2]"}, "training.sources[0].slice"),
+    ({"path": "o/n", "split": 3}, "datasets[0].split"),
+    ({"path": "saved", "split": "train[:9]"}, "datasets[0].split"),
+]
+
+
+@pytest.mark.parametrize("entry, expected", SLICED, ids=[str(entry) for entry, _ in SLICED])
+def test_slices_of_a_split_are_those_of_a_source(entry, expected, folder_with_model):
+    (folder_with_model / "saved").mkdir(exist_ok=True)
+    (folder_with_model / "saved/state.json").write_text("{}")
+    draft = import_config(FULL | {"datasets": [entry]})
+    faults = [*draft.faults, *layer_of("", draft.values.items()).all_faults()]
+    if isinstance(expected, str):
+        assert [fault.key for fault in faults] == [expected]
+    else:
+        names = ("dataset", "dataset_path", "slice")
+        assert draft.values["training.sources"] == [dict(zip(names, source, strict=True)) for source in expected]
+        assert not faults
+
+
+def test_a_stream_is_not_sliced():
+    stream = FULL | {"datasets": None, "pretraining_dataset": [{"path": "o/n", "split": "train[:9]"}]}
+    (fault,) = import_config(stream).faults
+    assert fault.key == "pretraining_dataset[0].split" and "has no slices" in fault.remedy
 
 
 def test_degrees_need_the_number_of_ranks():

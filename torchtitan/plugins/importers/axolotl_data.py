@@ -1,6 +1,7 @@
 """Translate the data options of an Axolotl file: datasets, held-out splits, templates, packing and added tokens."""
 
 import os.path
+import re
 import shlex
 from collections.abc import Mapping
 from pathlib import Path
@@ -53,6 +54,12 @@ PAIR_FIELDS = {"field_chosen": "chosen", "field_rejected": "rejected"}
 TEXTS = ("completion", "input_output", "prompt_completion")
 """Formats of records that hold texts, which may have been rendered with a template before."""
 SPELLED_TOKENS = "special tokens that its texts spell out are ordinary text here, and tokens for Axolotl"
+SPLITS = {"train": "huggingface", "validation": "huggingface_validation"}
+"""Splits of a dataset of the hub -> datasets here."""
+SPLIT = re.compile(r"(?P<name>\w+(\.\w+)*)(?P<slice>\[[-0-9_%:]*\])?")
+MAX_SPLIT = 200
+SAVED = "state.json"
+"""A file that save_to_disk writes."""
 REWRITE = "write the records as prompt and completion, or as messages"
 REWRITE_PAIRS = "write the records with chosen and rejected: lists of messages, or answers next to messages or prompt"
 FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
@@ -90,7 +97,10 @@ class DataTranslation:
         if len(entries) > 1:
             reason = "Axolotl only reads the first; a job may have several training.sources with weights"
             self.refuse("pretraining_dataset", f"{len(entries)} entries", "one entry", reason)
-        self._set_sources("training", self._sources("pretraining_dataset", entries[:1]))
+        sources = self._sources("pretraining_dataset", entries[:1])
+        if any("slice" in source for source in sources):
+            self.refuse("pretraining_dataset[0].split", entries[0]["split"], "train", "Axolotl's stream has no slices")
+        self._set_sources("training", sources)
         for name in ("datasets", "test_datasets", "val_set_size", "dataset_shard_num"):
             if self.options[name]:
                 self.refuse(name, self.options[name], "nothing with pretraining_dataset", "drop one of the two")
@@ -198,8 +208,6 @@ class DataTranslation:
                 self.refuse(f"{label}.roles", value, "the usual names of roles", "rename the roles in the records")
             elif key in (*PROMPT, *FIELDS, *MESSAGE_FIELDS) and not isinstance(value, str):
                 self.refuse(f"{label}.{key}", value, "text")
-        if entry.get("split", "train") != "train":
-            self.refuse(f"{label}.split", entry["split"], "train", "download the split into a file and name that")
         if isinstance(entry.get("conversation"), str):
             self._templates.append(entry["conversation"])
 
@@ -259,25 +267,47 @@ class DataTranslation:
         return ""
 
     def _locations(self, label: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return dataset and dataset_path of each of an entry's files, or of its dataset of the hub."""
+        """Return dataset, dataset_path and slice of each of an entry's files, or of its dataset of the hub."""
         path, files = entry["path"], entry.get("data_files")
-        if files is not None:
-            files = [files] if isinstance(files, str) else files
-            if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
-                self.refuse(f"{label}.data_files", files, "paths")
-                return []
-            root = "" if path in LOADERS else path
-            return [{"dataset": "text", "dataset_path": str(Path(root, file))} for file in files]
-        if path.startswith(("http://", "https://", "s3://", "gs://", "artifact:")):
+        if files is None and path.startswith(("http://", "https://", "s3://", "gs://", "artifact:")):
             allowed = "a file, a folder, a glob or owner/name of the hub"
             self.refuse(f"{label}.path", path, allowed, "download it first")
             return []
         is_local = (
             path.endswith(FILE_SUFFIXES) or path.startswith((".", "/", "~")) or "*" in path or path.count("/") != 1
         )
-        if is_local or Path(path).exists():
-            return [{"dataset": "text", "dataset_path": path}]
-        return [{"dataset": "huggingface", "dataset_path": f"{path}:{entry['name']}" if "name" in entry else path}]
+        if files is None and not (is_local or Path(path).exists()):
+            dataset, part = self._split(label, entry, SPLITS)
+            return [{"dataset": dataset, "dataset_path": f"{path}:{entry['name']}" if "name" in entry else path} | part]
+        dataset, part = self._split(label, entry, {"train": "text"})
+        if files is None:
+            if part and Path(path, SAVED).exists():
+                remedy = "Axolotl reads all of such a folder, whatever the slice"
+                self.refuse(f"{label}.split", entry["split"], "train for a folder of save_to_disk", remedy)
+            return [{"dataset": dataset, "dataset_path": path} | part]
+        files = [files] if isinstance(files, str) else files
+        if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
+            self.refuse(f"{label}.data_files", files, "paths")
+            return []
+        if part and len(files) > 1:
+            self.refuse(f"{label}.data_files", files, "one file, as the slice is one of all of them", "join them")
+        root = "" if path in LOADERS else path
+        return [{"dataset": dataset, "dataset_path": str(Path(root, file))} | part for file in files]
+
+    def _split(self, label: str, entry: Mapping[str, Any], splits: Mapping[str, str]) -> tuple[str, dict[str, str]]:
+        """Return the dataset of an entry's split, one of `splits`, and its slice as an option of a source."""
+        text = entry.get("split", "train")
+        parts = re.split(r"\s*\+\s*", text) if isinstance(text, str) and len(text) <= MAX_SPLIT else [""]
+        matches = [match for match in map(SPLIT.fullmatch, parts) if match]
+        names, slices = {match["name"] for match in matches}, [match["slice"] for match in matches]
+        if len(matches) == len(parts) and len(names) == 1 and names <= splits.keys():
+            if all(slices):
+                return splits[names.pop()], {"slice": "+".join(slices).replace("_", "")}
+            if len(parts) == 1:
+                return splits[names.pop()], {}
+        allowed = f"{' or '.join(splits)}, or slices of it, as train[:20%]"
+        self.refuse(f"{label}.split", text, allowed, "write the records of the split into a file and name that")
+        return splits["train"], {}
 
     def _set_sources(self, section: str, sources: list[dict[str, Any]]) -> None:
         if len(sources) == 1 and sources[0].keys() <= {"dataset", "dataset_path"}:
