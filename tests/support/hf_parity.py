@@ -34,8 +34,17 @@ def build(family, args, seed=0, dtype=torch.float32):
     return model.to(dtype).eval()
 
 
+MEMORY_NAMES = {"block_sparse_moe": "mlp"} | {
+    f".{stored}.weight": f".{name}.weight"
+    for stored, name in {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}.items()
+}
+"""Parts of names in Mixtral's folders, and what transformers 5 calls them in memory."""
+
+
 def to_memory_names(state, args):
     """Convert a folder's tensors to the in-memory names of transformers 5, which stacks the experts."""
+    for stored, name in MEMORY_NAMES.items():
+        state = {key.replace(stored, name): value for key, value in state.items()}
     tensors = {name: value for name, value in state.items() if ".experts." not in name}
     for layer in sorted({name.split(".mlp.experts.")[0] for name in state if ".mlp.experts." in name}):
         experts = [f"{layer}.mlp.experts.{expert}" for expert in range(args.n_experts)]

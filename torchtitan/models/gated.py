@@ -6,15 +6,16 @@ transformers rotates feature i with i + head_dim / 2, so the rows of wq and wk, 
 norms are in another order.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any
 
 from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention
-from torchtitan.models.decoder import DECODER_PLAN, AttentionKind, Block, Decoder
+from torchtitan.models.decoder import DECODER_PLAN, AttentionKind, Block, Decoder, ResidualBlock
 from torchtitan.models.family import ConfigConverter
 from torchtitan.models.flops import flops_per_token
-from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, REORDERED, TensorMap
+from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, REORDERED, ROUTER_BIAS, TensorMap
 from torchtitan.models.layers import RMSNorm, Rotary, SwiGLU
 from torchtitan.models.spec import HuggingFace, ModelSpec
 
@@ -23,7 +24,7 @@ class GatedDecoder(Decoder):
     """A decoder with sizes of the kind GatedDecoderSizes."""
 
     def __init__(self, args: Any, attention_backend: str = "auto"):
-        def block(layer: int, kernel: AttentionKernel) -> Block:
+        def block(layer: int, kernel: AttentionKernel) -> ResidualBlock:
             attention = GroupedQueryAttention(
                 args,
                 kernel,
@@ -31,21 +32,33 @@ class GatedDecoder(Decoder):
                 bias="attention.wq" in args.biases,
                 output_bias="attention.wo" in args.biases,
             )
-            return Block(args, attention, SwiGLU(args.dim, args.ffn_dim, "feed_forward.w1" in args.biases))
+            return self.build_block(args, layer, attention)
 
         kind = AttentionKind(Rotary(args.head_dim, args.rope_theta, args.rope_scaling), args.sliding_window)
         super().__init__(args, kind, block, attention_backend)
+
+    @staticmethod
+    def build_block(args: Any, layer: int, attention: GroupedQueryAttention) -> ResidualBlock:
+        return Block(args, attention, SwiGLU(args.dim, args.ffn_dim, "feed_forward.w1" in args.biases))
 
 
 QK_NORM = "attention.[qk]_norm"
 PLAN = replace(DECODER_PLAN, replicated=(QK_NORM,), optional=(QK_NORM,))  # each rank norms its own heads
 
 
-def tensor_map(args: Any) -> TensorMap:
-    names = ATTENTION | FEED_FORWARD | (QK_NORMS if args.qk_norm else {})
+def tensor_map(args: Any, experts: Mapping[str, str] = MappingProxyType({})) -> TensorMap:
+    """Return the names; `experts`: those of the layers with experts, if there are any."""
+    names = ATTENTION | FEED_FORWARD | (QK_NORMS if args.qk_norm else {}) | experts
     names |= {f"{name}.bias": names[f"{name}.weight"].removesuffix("weight") + "bias" for name in args.biases}
     turned = {"attention.wq.bias", "attention.wk.bias", *QK_NORMS, *REORDERED}
-    return TensorMap(layer_names=names, reordered=frozenset(turned), head_dim=args.head_dim, tied=args.tied_embeddings)
+    return TensorMap(
+        layer_names=names,
+        n_experts=getattr(args, "n_experts", 0),
+        reordered=frozenset(turned),
+        float32=frozenset({ROUTER_BIAS}),
+        head_dim=args.head_dim,
+        tied=args.tied_embeddings,
+    )
 
 
 def gated_spec(build: Callable[..., GatedDecoder], config: ConfigConverter) -> ModelSpec:

@@ -19,8 +19,8 @@ from torchtitan.models.hf.config import (
     rope_config,
 )
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
-from torchtitan.models.moe import ROUTER, MoEArgs, MoEDecoderArgs
-from torchtitan.models.sizes import NORMS, Names, Sizes, check_even, check_not_negative, check_positive, gated
+from torchtitan.models.moe import ROUTER, DenseFirstArgs
+from torchtitan.models.sizes import NORMS, Names, Sizes, check_even, check_not_negative, check_positive
 
 
 def multi_token_limits(depths: int, overrides: Mapping[str, Any], *, tp: int, cp: int, pp: int) -> Iterator[LimitError]:
@@ -64,7 +64,7 @@ class YarnScaling:
 
 
 @dataclass(frozen=True, kw_only=True)
-class DeepseekArgs(MoEDecoderArgs):
+class DeepseekArgs(DenseFirstArgs):
     """Arguments of DeepSeek models, with experts from layer `n_dense_layers` on.
 
     Keys and values of a token are computed from kv_lora_rank numbers. The rotated part of a key, qk_rope_head_dim
@@ -72,8 +72,6 @@ class DeepseekArgs(MoEDecoderArgs):
     further tokens (model.py), in training only.
     """
 
-    ffn_dim: int  # of the dense layers
-    n_dense_layers: int = 1
     q_lora_rank: int = 0  # 0: queries are not compressed
     kv_lora_rank: int = 512
     qk_nope_head_dim: int = 128
@@ -84,18 +82,14 @@ class DeepseekArgs(MoEDecoderArgs):
     max_seq_len: int = 163840
     n_mtp_layers: int = 0
     mtp_loss_weight: float = 0.3  # of the mean of the depths' losses, added to the main loss
-    may_be_zero: ClassVar = (*MoEArgs.may_be_zero, "n_dense_layers", "q_lora_rank", "n_mtp_layers", "mtp_loss_weight")
+    may_be_zero: ClassVar = (*DenseFirstArgs.may_be_zero, "q_lora_rank", "n_mtp_layers", "mtp_loss_weight")
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "ffn_dim", "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
+        check_positive(self, "kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim")
         check_not_negative(self, "n_mtp_layers", "mtp_loss_weight")
         if self.q_lora_rank < 0:
             raise JobError(f"q_lora_rank = {self.q_lora_rank}: must be 0 (queries are not compressed) or more")
-        if not 0 <= self.n_dense_layers <= self.n_layers:
-            raise JobError(
-                f"n_dense_layers = {self.n_dense_layers} with n_layers = {self.n_layers}: must be from 0 to n_layers"
-            )
         check_even(self, "qk_rope_head_dim")
         if self.v_head_dim > self.qk_head_dim:
             raise JobError(
@@ -109,7 +103,7 @@ class DeepseekArgs(MoEDecoderArgs):
 
     @property
     def expert_layers(self) -> int:
-        return self.n_layers - self.n_dense_layers + self.n_mtp_layers
+        return super().expert_layers + self.n_mtp_layers
 
     @property
     def num_kv_heads(self) -> int:
@@ -137,8 +131,7 @@ class DeepseekArgs(MoEDecoderArgs):
         sizes["attention.wo"] = (self.dim, self.n_heads * self.v_head_dim)
         if layer >= self.n_layers:  # a depth of multi-token prediction
             sizes["eh_proj"] = (self.dim, 2 * self.dim)
-        dense = layer < self.n_dense_layers
-        return sizes | (gated("feed_forward", self.dim, self.ffn_dim) if dense else self.moe_linears)
+        return sizes | self.ffn_linears(layer)
 
     def block_others(self, layer: int) -> Names:
         compressed = ("attention.q_norm.weight",) if self.q_lora_rank else ()
@@ -147,10 +140,9 @@ class DeepseekArgs(MoEDecoderArgs):
         return (*NORMS, "attention.kv_norm.weight", *compressed, *routed, *depth)
 
     def _matrices(self, moe: int) -> int:
-        dense = self.n_dense_layers * 3 * self.dim * self.ffn_dim
-        experts = (self.n_layers - self.n_dense_layers) * moe
-        depths = self.n_mtp_layers * (self._attention_matrices + moe + 2 * self.dim**2)
-        return self.n_layers * self._attention_matrices + dense + experts + depths + self.dim * self.vocab_size
+        attention = (self.n_layers + self.n_mtp_layers) * self._attention_matrices
+        joined = self.n_mtp_layers * 2 * self.dim**2
+        return attention + self._ffn_matrices(moe) + joined + self.dim * self.vocab_size
 
     @property
     def num_matmul_parameters(self) -> int:

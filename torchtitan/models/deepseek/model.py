@@ -29,7 +29,7 @@ from torchtitan.models.attention import AttentionKernel, SharedInputs, run_atten
 from torchtitan.models.decoder import AttentionKind, Block, Decoder
 from torchtitan.models.deepseek import CONFIG, DeepseekArgs
 from torchtitan.models.flops import latent_flops_per_token
-from torchtitan.models.hf.names import ATTENTION, EXPERTS, FEED_FORWARD, TensorMap
+from torchtitan.models.hf.names import ATTENTION, EXPERTS, FEED_FORWARD, ROUTER, ROUTER_BIAS, TensorMap
 from torchtitan.models.layers import RMSNorm, Rotary, ZeroedBuffers, add_once, frequencies, rotate, yarn, yarn_magnitude
 from torchtitan.models.moe import MoEDecoderArgs, router
 from torchtitan.models.moe.layer import MoEBlock
@@ -202,7 +202,6 @@ PLAN = ParallelPlan(
 )
 
 
-BIAS = "moe.router.expert_bias"
 NOT_LATENT = ("attention.wk.weight", "attention.wv.weight")
 PARTS = {name: hf_name for name, hf_name in ATTENTION.items() if name not in NOT_LATENT} | {
     "attention.wq_a.weight": "self_attn.q_a_proj.weight",
@@ -211,8 +210,8 @@ PARTS = {name: hf_name for name, hf_name in ATTENTION.items() if name not in NOT
     "attention.kv_norm.weight": "self_attn.kv_a_layernorm.weight",
     "attention.wkv_b.weight": "self_attn.kv_b_proj.weight",
     **FEED_FORWARD,
-    "moe.router.gate.weight": "mlp.gate.weight",
-    BIAS: "mlp.gate.e_score_correction_bias",
+    **ROUTER,
+    ROUTER_BIAS: "mlp.gate.e_score_correction_bias",
     "moe.shared_experts.w1.weight": "mlp.shared_experts.gate_proj.weight",
     "moe.shared_experts.w2.weight": "mlp.shared_experts.down_proj.weight",
     "moe.shared_experts.w3.weight": "mlp.shared_experts.up_proj.weight",
@@ -229,7 +228,7 @@ def tensor_map(args: DeepseekArgs) -> TensorMap:
     return TensorMap(
         layer_names=PARTS | compressed,
         n_experts=args.n_experts,
-        float32=frozenset({BIAS}),
+        float32=frozenset({ROUTER_BIAS}),
         tied=args.tied_embeddings,
         copies=_copies(args),
     )

@@ -37,6 +37,8 @@ FEED_FORWARD = {
     "feed_forward.w2.weight": "mlp.down_proj.weight",
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
+ROUTER = {"moe.router.gate.weight": "mlp.gate.weight"}
+ROUTER_BIAS = "moe.router.expert_bias"
 EXPERTS = {
     "moe.experts.w1": "mlp.experts.*.gate_proj.weight",
     "moe.experts.w2": "mlp.experts.*.down_proj.weight",
@@ -108,10 +110,9 @@ class TensorMap:
             return [{hf_name: ours for ours, hf_name in self.outer_names.items()}[name]], None
         layer, part = name.removeprefix(self.layers).split(".", 1)
         expert = None
-        if part.startswith("mlp.experts."):
-            mlp, experts, number, suffix = part.split(".", 3)
-            part, expert = f"{mlp}.{experts}.*.{suffix}", int(number)
-            if not 0 <= expert < self.n_experts or str(expert) != number:
+        if number := next((piece for piece in part.split(".") if piece.isdecimal()), None):
+            part, expert = part.replace(f".{number}.", ".*."), int(number)
+            if part in self._ours and (expert >= self.n_experts or str(expert) != number):
                 raise JobError(f"{name}: there are {self.n_experts} experts")
         return [f"layers.{layer}.{our_part}" for our_part in self._ours[part]], expert
 

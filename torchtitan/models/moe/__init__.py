@@ -2,14 +2,29 @@
 
 router.py    the choice of experts for each token, their weights, the balance of their load, its metrics
 layer.py     sorting tokens by expert, the experts as one grouped matrix product, the way back; the transformer block
+decoder.py   decoders with grouped attention and experts, from which families are made
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from torchtitan.core.errors import JobError
-from torchtitan.models.sizes import ENDS, STACK, Names, Sizes, check_not_negative, check_positive, gated
+from torchtitan.models.sizes import (
+    ENDS,
+    STACK,
+    GatedDecoderSizes,
+    Names,
+    RopeScaling,
+    Sizes,
+    check_even,
+    check_grouped_heads,
+    check_not_negative,
+    check_positive,
+    gated,
+    grouped_attention,
+)
 
 ROUTER = "moe.router.gate.weight"
 
@@ -108,13 +123,22 @@ class MoEDecoderArgs(MoEArgs, ABC):
         """Number of layers with experts, including multi-token prediction's."""
         return self.n_layers
 
+    def ffn_linears(self, layer: int) -> Sizes:
+        """Return the linear layers of a layer's feed-forward or experts."""
+        return self.moe_linears
+
+    def _ffn_matrices(self, moe: int) -> int:
+        """Return the number of weights of all feed-forwards and experts, with `moe` in each layer with experts."""
+        return self.expert_layers * moe
+
     @abstractmethod
     def _matrices(self, moe: int) -> int:
         """Return the number of weights of all layers and the head, with `moe` in each layer with experts."""
 
     @property
     @abstractmethod
-    def _norm_parameters(self) -> int: ...
+    def _norm_parameters(self) -> int:
+        """Return the number of weights of norms, and of biases."""
 
     @property
     def num_matmul_parameters(self) -> int:
@@ -138,3 +162,87 @@ class MoEDecoderArgs(MoEArgs, ABC):
     @property
     def _other_parameters(self) -> int:
         return self._norm_parameters + (0 if self.tied_embeddings else self.vocab_size * self.dim)
+
+
+@dataclass(frozen=True, kw_only=True)
+class DenseFirstArgs(MoEDecoderArgs):
+    """Arguments of a decoder with experts from layer `n_dense_layers` on."""
+
+    ffn_dim: int  # of the dense layers
+    n_dense_layers: int = 1
+    may_be_zero: ClassVar = (*MoEArgs.may_be_zero, "n_dense_layers")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "ffn_dim")
+        if not 0 <= self.n_dense_layers <= self.n_layers:
+            raise JobError(
+                f"n_dense_layers = {self.n_dense_layers} with n_layers = {self.n_layers}: must be from 0 to n_layers"
+            )
+
+    @property
+    def expert_layers(self) -> int:
+        return self.n_layers - self.n_dense_layers
+
+    def ffn_linears(self, layer: int) -> Sizes:
+        dense = layer < self.n_dense_layers
+        return gated("feed_forward", self.dim, self.ffn_dim) if dense else super().ffn_linears(layer)
+
+    def _ffn_matrices(self, moe: int) -> int:
+        return self.n_dense_layers * 3 * self.dim * self.ffn_dim + super()._ffn_matrices(moe)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedMoEArgs(MoEDecoderArgs, GatedDecoderSizes):
+    """Arguments of a decoder with experts and grouped attention (moe/decoder.py)."""
+
+    n_kv_heads: int
+    head_dim: int = 128  # of queries, keys and values; n_heads of them need not add up to dim
+    rope_theta: float = 1000000.0
+    rope_scaling: RopeScaling | None = None
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "n_kv_heads", "head_dim")
+        check_even(self, "head_dim")
+        check_grouped_heads(self)
+
+    @property
+    def num_kv_heads(self) -> int:
+        return self.n_kv_heads
+
+    @property
+    def _attention(self) -> Sizes:
+        return grouped_attention(self.dim, self.n_heads, self.n_kv_heads, self.head_dim)
+
+    def block_linears(self, layer: int) -> Sizes:
+        return self._attention | self.ffn_linears(layer)
+
+    def block_others(self, layer: int) -> Names:
+        return super().block_others(layer) + ((ROUTER,) if STACK in self.ffn_linears(layer) else ())
+
+    def _matrices(self, moe: int) -> int:
+        attention = sum(outputs * inputs for outputs, inputs in self._attention.values())
+        return self.n_layers * attention + self._ffn_matrices(moe) + self.dim * self.vocab_size
+
+    @property
+    def _norm_parameters(self) -> int:
+        biases = sum(self._attention[name][0] for name in self.biases)
+        return self.n_layers * (sum(self.norm_widths.values()) + biases) + self.dim
+
+
+PLAIN_SOFTMAX: Mapping[str, Any] = {
+    "score": "softmax",
+    "n_groups": 1,
+    "route_scale": 1.0,
+    "expert_bias": False,
+    "score_before_experts": False,
+}
+"""Routing of transformers' models without groups of experts, of which n_shared_experts and normalize_top_k differ."""
+
+
+def check_exported(args: MoEArgs, only: Mapping[str, Any], family: str) -> None:
+    """Raise JobError if an argument has another value than the one that transformers' models of a family have."""
+    for name, supported in only.items():
+        if getattr(args, name) != supported:
+            raise JobError(f"{name} = {getattr(args, name)!r}: transformers' {family} only has {supported!r}")

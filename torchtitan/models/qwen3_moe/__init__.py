@@ -5,9 +5,8 @@ No torch here, so `torchtitan check` stays quick.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
-from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import (
     check_supported,
@@ -18,54 +17,16 @@ from torchtitan.models.hf.config import (
     scaling_from_hf,
 )
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
-from torchtitan.models.moe import ROUTER, MoEDecoderArgs
-from torchtitan.models.sizes import (
-    NORMS,
-    QK_NORMS,
-    Names,
-    RopeScaling,
-    Sizes,
-    check_even,
-    check_grouped_heads,
-    check_positive,
-    grouped_attention,
-)
+from torchtitan.models.moe import PLAIN_SOFTMAX, GroupedMoEArgs, check_exported
 
 
 @dataclass(frozen=True, kw_only=True)
-class Qwen3MoEArgs(MoEDecoderArgs):
+class Qwen3MoEArgs(GroupedMoEArgs):
     """Arguments of Qwen 3 with experts in all layers."""
 
-    n_kv_heads: int
-    head_dim: int = 128  # of queries, keys and values; n_heads of them need not add up to dim
     vocab_size: int = 151936
-    rope_theta: float = 1000000.0
-    rope_scaling: RopeScaling | None = None
     max_seq_len: int = 40960
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_positive(self, "n_kv_heads", "head_dim")
-        check_even(self, "head_dim")
-        check_grouped_heads(self)
-
-    @property
-    def num_kv_heads(self) -> int:
-        return self.n_kv_heads
-
-    def block_linears(self, layer: int) -> Sizes:
-        return grouped_attention(self.dim, self.n_heads, self.n_kv_heads, self.head_dim) | self.moe_linears
-
-    def block_others(self, layer: int) -> Names:
-        return (*NORMS, *QK_NORMS, ROUTER)
-
-    def _matrices(self, moe: int) -> int:
-        attention = 2 * self.dim * self.head_dim * (self.n_heads + self.n_kv_heads)
-        return self.n_layers * (attention + moe) + self.dim * self.vocab_size
-
-    @property
-    def _norm_parameters(self) -> int:
-        return self.n_layers * (2 * self.dim + 2 * self.head_dim) + self.dim
+    qk_norm: ClassVar = True
 
 
 def _qwen3(**sizes: object) -> Qwen3MoEArgs:
@@ -92,17 +53,7 @@ QWEN3_MOE = {
 
 def _to_hf(args: Qwen3MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
     """Return the fields of transformers' Qwen3MoeConfig. Raises JobError for unsupported routing."""
-    plain = {
-        "score": "softmax",
-        "n_groups": 1,
-        "n_shared_experts": 0,
-        "route_scale": 1.0,
-        "expert_bias": False,
-        "score_before_experts": False,
-    }
-    for name, supported in plain.items():
-        if getattr(args, name) != supported:
-            raise JobError(f"{name} = {getattr(args, name)!r}: transformers' Qwen 3 only has {supported!r}")
+    check_exported(args, {**PLAIN_SOFTMAX, "n_shared_experts": 0}, "Qwen 3")
     qwen3_moe_fields = {
         "architectures": ["Qwen3MoeForCausalLM"],
         "model_type": "qwen3_moe",
