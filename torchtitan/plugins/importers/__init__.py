@@ -1,7 +1,7 @@
 """Readers that translate command lines and files of other programs to jobs, and the parser of such command lines.
 
 A reader is one file and one entry in SOURCES. `torchtitan import` chooses it by the script that the command line runs,
-by its flags, or by the suffix of its options file. Readers do not import torch.
+by its flags, or by the program of its command or options file (programs.py). Readers do not import torch.
 """
 
 import re
@@ -14,15 +14,16 @@ from typing import NamedTuple
 from torchtitan.core import yaml_file
 from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
-from torchtitan.plugins.importers.launchers import MODULES, options_of_file, takes_value
+from torchtitan.plugins.importers.launchers import MODULES, OPTIONS, options_of_file, takes_value
+from torchtitan.plugins.importers.programs import CONFIGS, PROGRAMS, command_in
 from torchtitan.plugins.importers.translation import CommandLine
 
 
 class ImportSource(NamedTuple):
     """A kind of command line that can be imported.
 
-    `script`: the file name of the script, or None for any script with these `flags`, or with an options file that ends
-    in one of `files`. `reader`: "module:function", which translates a translation.CommandLine to a
+    `script`: the file name of the script, or None for any script with these `flags`, or of the program `program`, a key
+    of programs.PROGRAMS. `reader`: "module:function", which translates a translation.CommandLine to a
     translation.JobDraft. `uses_accelerate`: True if the script takes precision, sharding and compilation from
     accelerate launch.
     """
@@ -31,19 +32,18 @@ class ImportSource(NamedTuple):
     reader: str
     description: str
     flags: tuple[str, ...] = ()
-    files: tuple[str, ...] = ()
+    program: str = ""
     uses_accelerate: bool = False
 
     def __str__(self) -> str:
-        if self.files:
-            return f"a file that ends in {' or '.join(self.files)}"
+        if self.program:
+            return f"files and commands of {PROGRAMS[self.program].title}"
         return self.script or f"any script with --{' --'.join(self.flags)}"
 
     def matches(self, line: CommandLine) -> bool:
-        if self.files:
-            return line.config is not None and line.config.endswith(self.files)
+        """Return True for a command line of this source, if its script and flags say so."""
         if self.script is None:
-            return set(self.flags) <= {name for name, _ in line.flags}
+            return bool(self.flags) and set(self.flags) <= {name for name, _ in line.flags}
         return line.script == self.script
 
 
@@ -61,11 +61,11 @@ _BUILTIN = {
         None,
         "torchtitan.plugins.importers.axolotl:read",
         "fine-tuning, with its launcher",
-        files=(".yaml", ".yml"),
+        program="axolotl",
         uses_accelerate=True,
     ),
     "deepspeed": ImportSource(
-        None, "torchtitan.plugins.importers.deepspeed:read", "DeepSpeed's ZeRO stages", files=(".json",)
+        None, "torchtitan.plugins.importers.deepspeed:read", "DeepSpeed's ZeRO stages", program="deepspeed"
     ),
 }
 SOURCES: Registry[ImportSource] = Registry("torchtitan.importers", _BUILTIN, ImportSource)
@@ -73,16 +73,31 @@ SOURCES: Registry[ImportSource] = Registry("torchtitan.importers", _BUILTIN, Imp
 
 ASSIGNMENT = re.compile(r"[A-Za-z_]\w*=.*", re.DOTALL)
 HARMLESS = re.compile(
-    r"(.*/)?(python[\d.]*|axolotl|nohup|env|time|exec|torchrun|deepspeed|accelerate(-launch)?)|launch|train|-[umBO]"
+    r"(.*/)?(python[\d.]*|axolotl|llamafactory-cli|lmf|nohup|env|time|exec|torchrun|deepspeed|accelerate(-launch)?)"
+    r"|launch|train|-[umBO]"
     r"|[A-Za-z_]\w*(\.[A-Za-z_]\w*)+"
 )
 """Words before a script that do not affect the job: interpreters, launchers, and the modules that they run."""
-CONFIGS = (".yaml", ".yml", ".json")
-"""Suffixes of options files."""
 WORLD_SIZE = "world_size"
 """A flag of `torchtitan import` itself, wherever it stands in the line. No script has one of this name."""
 AXOLOTL_LAUNCHER, AXOLOTL_PYTHON = ("launcher", "num_processes", "main_process_port"), ("accelerate", "no_accelerate")
 """Flags of Axolotl's own command about its launcher. They are no keys of its file."""
+OWN_COMMANDS = ("llamafactory", "trl", "torchtune")
+"""Programs whose commands run a script of theirs, so that a line has no name of one."""
+OF_TRAINER = {"gradient_accumulation_steps", "debug"}
+"""Options of accelerate launch that transformers' Trainer has too. `trl` gives them to its script."""
+TRL_CONFIG = "accelerate_config"
+_ON_8_GPUS = {"mixed_precision": "bf16", "num_processes": "8"}
+TRL_CONFIGS = {
+    "single_gpu": {"mixed_precision": "bf16", "num_processes": "1"},
+    "multi_gpu": {**_ON_8_GPUS, "multi_gpu": ""},
+    **{f"fsdp{version}": {**_ON_8_GPUS, "use_fsdp": "", "fsdp_version": str(version)} for version in (1, 2)},
+    **{f"zero{stage}": {**_ON_8_GPUS, "use_deepspeed": "", "zero_stage": str(stage)} for stage in (1, 2, 3)},
+}
+"""The files of `accelerate config` that trl ships, by name."""
+LISTS = {"report_to", "lora_target_modules", "lora_modules_to_save", "lora_target_parameters", "loss_type"}
+LISTS |= {"loss_weights", "label_names", "optim_target_modules", "include_for_metrics", "fsdp", "debug"}
+"""Flags that take several values in trl and LLaMA-Factory."""
 SHELL_OPERATORS = {">", ">>", "2>", "2>>", "&>", "&>>", "2>&1", "|", "&"}
 """Shell operators for redirection, pipes and background jobs. They end the command."""
 
@@ -106,6 +121,9 @@ def parse(argv: Sequence[str]) -> CommandLine:
     Raises JobError if there is neither a script nor an options file, or if a word after it is not a flag.
     """
     argv = list(takewhile(lambda arg: arg not in SHELL_OPERATORS, argv))
+    program, command_index = command_in(argv)
+    if program in OWN_COMMANDS:
+        return _own_command(program, argv, command_index)
     argv, launcher_args = _split_at_dashes(argv)
     launcher, first = _launcher(argv)
     launched, begin = _launched(launcher, argv, first)
@@ -132,7 +150,52 @@ def parse(argv: Sequence[str]) -> CommandLine:
         )
     else:
         ranks = _ranks(launcher, launched)
-    return CommandLine(script, _world_size(flags, ranks), flags, config, launcher, launched, unread)
+    environment = _environment(argv[:script_index])
+    return CommandLine(
+        script, _world_size(flags, ranks), flags, config, launcher, launched, unread, program, environment
+    )
+
+
+def _environment(args: Sequence[str]) -> dict[str, str]:
+    """Return the variables that a line sets before its first command."""
+    return dict(item.split("=", 1) for item in takewhile(ASSIGNMENT.fullmatch, (arg for arg in args if arg != "env")))
+
+
+def _own_command(program: str, argv: Sequence[str], index: int) -> CommandLine:
+    """Parse a line whose command, at `index`, runs a script of its program: `trl sft --model_name_or_path ...`.
+
+    trl starts accelerate, and gives it the options that its script does not have. LLaMA-Factory starts as many
+    processes as NPROC_PER_NODE and NNODES say, else one for each GPU that it sees.
+    """
+    environment, args = _environment(argv[:index]), argv[index + 2 :]
+    config = args[0] if args and args[0].endswith(CONFIGS) else None
+    flags = [] if program == "torchtune" else list(_flags(args[config is not None :]))
+    launcher, launched, ranks = "", dict[str, str](), None
+    if program == "trl":
+        launcher, names = "accelerate", OPTIONS["accelerate"].keys() - OF_TRAINER | {TRL_CONFIG}
+        launched = {name: text or "" for name, text in flags if name in names}
+        flags = [(name, text) for name, text in flags if name not in names]
+        launched = _accelerate_config(launched.pop(TRL_CONFIG, None)) | launched
+        ranks = _ranks(launcher, launched)
+    elif program == "llamafactory":
+        ranks = _visible_ranks(environment)
+    script = config or " ".join(argv[index : index + 2])
+    return CommandLine(script, _world_size(flags, ranks), flags, config, launcher, launched, (), program, environment)
+
+
+def _accelerate_config(name: str | None) -> dict[str, str]:
+    """Return the options of accelerate in a file, or in one that trl ships under this name."""
+    if name is None:
+        return {}
+    return dict(TRL_CONFIGS[name]) if name in TRL_CONFIGS else options_of_file(yaml_file.read(name))
+
+
+def _visible_ranks(environment: Mapping[str, str]) -> int | None:
+    """Return how many processes LLaMA-Factory starts, or None if that depends on the machine."""
+    devices = [name for name in environment.get("CUDA_VISIBLE_DEVICES", "").split(",") if name]
+    count = environment.get("NPROC_PER_NODE", str(len(devices) or ""))
+    counts = (count, environment.get("NNODES", "1"))
+    return int(counts[0]) * int(counts[1]) if all(text.isdecimal() for text in counts) else None
 
 
 def _split_at_dashes(argv: list[str]) -> tuple[list[str], list[str]]:
@@ -228,13 +291,19 @@ def _ranks(launcher: str, launched: Mapping[str, str]) -> int | None:
 
 
 def _flags(argv: Sequence[str]) -> Iterator[tuple[str, str | None]]:
+    """Yield names and values of flags. Several values of one of LISTS are separated by blanks."""
     number = 0
     while number < len(argv):
         name, equals, value = argv[number].partition("=")
+        if not name.startswith("--") and ASSIGNMENT.fullmatch(argv[number]):
+            name = f"--{name}"  # a key of the options file, as LLaMA-Factory's command overrides it
         if not name.startswith("--") or len(name) < 3:
             raise JobError(f"{argv[number]!r} is neither a flag nor its value; quote values with blanks")
-        number += 1
+        number, name = number + 1, name[2:].replace("-", "_")
         if not equals and number < len(argv) and not argv[number].startswith("--"):
             value, equals = argv[number], "="
             number += 1
-        yield name[2:].replace("-", "_"), value if equals else None
+            while name in LISTS and number < len(argv) and not argv[number].startswith("--"):
+                value += f" {argv[number]}"
+                number += 1
+        yield name, value if equals else None

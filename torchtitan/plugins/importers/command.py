@@ -19,6 +19,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.launch import launch
 from torchtitan.launcher.run_folder import IMPORTED_JOB_FILE
 from torchtitan.plugins.importers import SOURCES, CommandLine, launchers, parse, split
+from torchtitan.plugins.importers.programs import program_of
 from torchtitan.process.exit import REFUSED
 from torchtitan.process.ranks import count_ranks, likely_device
 from torchtitan.rules import check
@@ -73,6 +74,8 @@ def translate(line: CommandLine, source: str | None) -> Translation:
     """Translate a command line. Raises ConfigError with all options that cannot be translated."""
     by_script = sorted(SOURCES.items(), key=lambda item: item[1].script is None)  # one for any script comes after these
     name = source or next((name for name, entry in by_script if entry.matches(line)), None)
+    if name is None and (program := program_of(line)):
+        name = next((name for name, entry in SOURCES.items() if entry.program == program), program)
     if name is None or name not in SOURCES:
         sources = ", ".join(f"{name} ({entry})" for name, entry in SOURCES.items())
         near = hint(name or line.script, [*SOURCES, *(entry.script for entry in SOURCES.values() if entry.script)])

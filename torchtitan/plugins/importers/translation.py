@@ -30,7 +30,8 @@ class CommandLine:
     it depends on the machine. `flags`: the flags after both, in order, as (name without dashes, value); the value is
     None for a flag without one. `config`: path of the options file. `launcher`: the program that starts the script, one
     of launchers.OPTIONS, or empty. `launched`: the launcher's options by name with underscores, "" for an option
-    without a value. `unread`: unrecognized words before the launcher, or before a script without one.
+    without a value. `unread`: unrecognized words before the launcher, or before a script without one. `program`: the
+    program whose command the line is, a key of programs.PROGRAMS, or empty. `environment`: variables that it sets.
     """
 
     script: str
@@ -40,6 +41,8 @@ class CommandLine:
     launcher: str = ""
     launched: dict[str, str] = field(default_factory=dict)
     unread: tuple[str, ...] = ()
+    program: str = ""
+    environment: dict[str, str] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -50,7 +53,7 @@ class Setting:
     of the job that take its value, separated by blanks. `choices`: accepted values, or a mapping from them to the
     values in the job; None leaves `to` unset. `least`: smallest accepted number. `note`: remark written into the job's
     head when the option is set. `reason`: why other values than `choices`, or without `choices` any value except
-    false, 0 and empty, are refused. An option with none of these is read by the code of its program.
+    `default`, false, 0 and empty, are refused. An option with none of these is read by the code of its program.
     """
 
     kind: str
@@ -104,7 +107,7 @@ class JobDraft:
 
         `name`: the option without prefix. `value`: as set, or the program's default.
         """
-        if option.reason and not option.choices and value:
+        if option.reason and not option.choices and value and value != option.default:
             self.refuse(name, value, "nothing", option.reason)
         elif option.note and value not in (None, False):
             self.notes.append(f"{self.prefix}{name}: {option.note}")
