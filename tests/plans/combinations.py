@@ -140,7 +140,7 @@ def table() -> list[Combination]:
     """Return all rows of the table."""
     rows = data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks() + adapters()
     rows += float8() + gpt2() + roberta() + neurocache() + embedding_noise() + rope_scaling() + group_attention()
-    rows += windows_of_some_layers()
+    rows += windows_of_some_layers() + gated_families()
     return once_in_float32(dict.fromkeys(row if row.pp > 1 else replace(row, microbatch_size=2) for row in rows))
 
 
@@ -563,6 +563,17 @@ def windows_of_some_layers() -> list[Combination]:
     rows += [Combination(**COMPOSED["PP 2"], **gemma, schedule="DualPipeV", recompute="full", document_mask=True)]
     rows += [Combination(**COMPOSED[name], **gemma) for name in ("FSDP 2 x TP 2", "PP 2 x CP 2", "CP 2 x TP 2")]
     return rows
+
+
+GATED = ("granite",)
+"""Families that are a Llama with other options."""
+
+
+def gated_families() -> list[Combination]:
+    """Rows of each family that differs from others in its sizes' options alone."""
+    layouts = (LAYOUTS["FSDP 2"], LAYOUTS["DDP 2"], *(COMPOSED[name] for name in ("TP 2", "CP 2", "PP 2")))
+    rows = [Combination(**layout, model=model, microbatch_size=1) for model in GATED for layout in layouts]
+    return rows + [Combination(**LAYOUTS["FSDP 2"], model=model, recompute="op", adapter="lora") for model in GATED]
 
 
 def group_attention() -> list[Combination]:

@@ -5,6 +5,7 @@ from dataclasses import replace
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
 from torchtitan.models.gemma3 import Gemma3Args
 from torchtitan.models.gpt2 import GPT2Args
+from torchtitan.models.granite import GraniteArgs
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.mistral import MistralArgs
 from torchtitan.models.opt import OPTArgs
@@ -159,7 +160,10 @@ OPT = {
     "classes": replace(_OPT, n_classes=4),
 }
 
+_GATED = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, vocab_size=64, max_seq_len=128)
 GATED = {
     "llama3 biased": replace(LLAMA["llama3"], head_width=12, attention_bias=True, mlp_bias=True),
+    "granite": GraniteArgs(**_GATED, embedding_multiplier=3.0, attention_multiplier=0.4, logits_divisor=0.5),
+    "granite tied, biased": GraniteArgs(**_GATED, tied_embeddings=True, attention_bias=True, mlp_bias=True),
 }
 """Shapes of families that are gated decoders with other options; the first word is the family."""

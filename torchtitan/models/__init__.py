@@ -16,6 +16,7 @@ from torchtitan.models.deepseek import FAMILY as DEEPSEEK
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.gemma3 import FAMILY as GEMMA3
 from torchtitan.models.gpt2 import FAMILY as GPT2
+from torchtitan.models.granite import FAMILY as GRANITE
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.models.llama import LLAMAS
 from torchtitan.models.mistral import FAMILY as MISTRAL
@@ -30,6 +31,7 @@ FAMILIES: dict[str, Family] = {
     "deepseek": DEEPSEEK,
     "gemma3": GEMMA3,
     "gpt2": GPT2,
+    "granite": GRANITE,
     "mistral": MISTRAL,
     "opt": OPT,
     "qwen2": QWEN2,

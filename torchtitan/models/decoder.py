@@ -98,7 +98,10 @@ class ResidualBlock(Stepwise):
 
     `norm` makes a norm, by default RMSNorm. `order`: "pre" applies norms before attention and feed-forward, "post"
     after each residual sum (arXiv:1706.03762). `dropout`: probability for the outputs of attention and feed-forward.
+    Both are multiplied by `residual_multiplier`.
     """
+
+    residual_multiplier = 1.0
 
     def __init__(
         self,
@@ -120,7 +123,7 @@ class ResidualBlock(Stepwise):
     def attention_residual(self, notes: Notes, x: torch.Tensor) -> torch.Tensor:
         """Apply attention with its norm, dropout and residual connection: [B, S, D] -> [B, S, D]."""
         y = self.attention(x if self.order == "post" else self.attention_norm(x), notes.shared)
-        h = x + self._apply_dropout(y, self.attention_dropout, notes)
+        h = x + self._addend(y, self.attention_dropout, notes)
         return self.attention_norm(h) if self.order == "post" else h
 
     def ffn_input(self, h: torch.Tensor) -> torch.Tensor:
@@ -129,11 +132,12 @@ class ResidualBlock(Stepwise):
 
     def ffn_residual(self, h: torch.Tensor, y: torch.Tensor, notes: Notes) -> torch.Tensor:
         """Add the feed-forward's output y to the residual stream h, with dropout and norm; all [B, S, D]."""
-        out = h + self._apply_dropout(y, self.ffn_dropout, notes)
+        out = h + self._addend(y, self.ffn_dropout, notes)
         return self.ffn_norm(out) if self.order == "post" else out
 
-    def _apply_dropout(self, y: torch.Tensor, dropout: Dropout | None, notes: Notes) -> torch.Tensor:
-        return y if dropout is None else dropout(y, notes.shared.keys)
+    def _addend(self, y: torch.Tensor, dropout: Dropout | None, notes: Notes) -> torch.Tensor:
+        y = y if dropout is None else dropout(y, notes.shared.keys)
+        return y if self.residual_multiplier == 1 else y * self.residual_multiplier
 
 
 class Block(ResidualBlock):

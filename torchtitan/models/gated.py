@@ -8,15 +8,20 @@ norms are in another order.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
+from functools import cache
 from types import MappingProxyType
 from typing import Any
 
+import torch
+
+from torchtitan.core.random_draws import Init, Normal
 from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention
 from torchtitan.models.decoder import DECODER_PLAN, AttentionKind, Block, Decoder, ResidualBlock
 from torchtitan.models.family import ConfigConverter
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, REORDERED, ROUTER_BIAS, TensorMap
 from torchtitan.models.layers import RMSNorm, Rotary, SwiGLU
+from torchtitan.models.sizes import Rope
 from torchtitan.models.spec import HuggingFace, ModelSpec
 
 
@@ -30,12 +35,35 @@ class GatedDecoder(Decoder):
                 kernel,
                 RMSNorm if args.qk_norm else None,
                 bias="attention.wq" in args.biases,
+                query_scale=args.query_scale,
                 output_bias="attention.wo" in args.biases,
             )
-            return self.build_block(args, layer, attention)
+            layer_block = self.build_block(args, layer, attention)
+            layer_block.residual_multiplier = args.residual_multiplier
+            return layer_block
 
-        kind = AttentionKind(Rotary(args.head_dim, args.rope_theta, args.rope_scaling), args.sliding_window)
-        super().__init__(args, kind, block, attention_backend)
+        @cache
+        def kind(rope: Rope | None, window: int) -> AttentionKind:
+            return AttentionKind(rope and Rotary(args.head_dim, *rope), window)
+
+        kinds = [kind(args.rope(layer), args.sliding_window) for layer in range(args.n_layers)]
+        super().__init__(args, kinds, block, attention_backend)
+
+    def embed(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Look up and scale the embeddings: [B, S] -> [B, S, D]. The scale is rounded to their dtype."""
+        x, multiplier = super().embed(tokens), self.args.embedding_multiplier
+        return x if multiplier == 1 else x * x.new_full((), multiplier)
+
+    def apply_norm(self, x: torch.Tensor) -> torch.Tensor:
+        """Apply the final norm: [B, S, D] -> [B, S, D], divided as the logits are, as the head is linear."""
+        y, divisor = super().apply_norm(x), self.args.logits_divisor
+        return y if self.norm is None or divisor == 1 else y / divisor
+
+    def init_rule(self, name: str) -> Init:
+        """Return Decoder's rule, with embeddings of standard deviation 1 after they are scaled."""
+        if name.startswith("tok_embeddings.") and not self.args.tied_embeddings:
+            return Normal(1 / self.args.embedding_multiplier)
+        return super().init_rule(name)
 
     @staticmethod
     def build_block(args: Any, layer: int, attention: GroupedQueryAttention) -> ResidualBlock:

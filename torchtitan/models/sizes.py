@@ -31,6 +31,9 @@ class RopeScaling:
         return theta * self.factor ** (head_dim / (head_dim - 2)) if self.kind == "ntk" else theta
 
 
+Rope = tuple[float, RopeScaling | None]
+
+
 def check_positive(args: Any, *names: str) -> None:
     for name in names:
         if getattr(args, name) < 1:
@@ -143,9 +146,23 @@ class GatedDecoderSizes:
     subclass defines, and from the options below, which it may define too: as constants, sizes or properties.
     """
 
-    biases: Names = ()  # linear layers of a block with a bias; of a feed-forward all or none
+    attention_bias = False  # of all four matrices of attention
+    mlp_bias = False
+    embedding_multiplier = 1.0  # of the embeddings
+    residual_multiplier = 1.0  # of the outputs of attention and feed-forward
+    query_scale = 1.0  # of attention scores, in addition to 1 / sqrt(head_dim)
+    logits_divisor = 1.0
     qk_norm = False  # norms of each head's queries and keys
     sliding_window = 0  # number of tokens that a token attends to, with itself; 0: all before it
+
+    @property
+    def biases(self) -> Names:
+        """Linear layers of a block with a bias; of a feed-forward all or none."""
+        return (*(QKV + WO if self.attention_bias else ()), *(FEED_FORWARD if self.mlp_bias else ()))
+
+    def rope(self, layer: int) -> Rope | None:
+        """Return theta and scaling of a layer's rotary positions; None if it has none."""
+        return self.rope_theta, self.rope_scaling
 
     def block_linears(self, layer: int) -> Sizes:
         attention = grouped_attention(self.dim, self.n_heads, self.num_kv_heads, self.head_dim)

@@ -53,9 +53,14 @@ RANGES = {
     "route_scale": (1e-6, 1e4),
     "bias_rate": (0.0, 1.0),
     "aux_loss_weight": (0.0, 100.0),
+    "embedding_multiplier": (1e-3, 1e6),
+    "attention_multiplier": (1e-6, 1e3),
+    "residual_multiplier": (1e-6, 1e3),
+    "logits_divisor": (1e-6, 1e6),
 }
 """Allowed ranges of arguments, far beyond all published models (norms 1e-12 to 1e-5, theta 1e4 to 5e10)."""
 HF_KEYS = {
+    "logits_divisor": ("logits_scaling",),
     "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
     "local_rope_theta": ("rope_local_base_freq",),
     "route_scale": ("routed_scaling_factor",),
@@ -448,7 +453,7 @@ def decoder_config(args: Any, dtype: Any) -> dict[str, Any]:
         "num_attention_heads": args.n_heads,
         "num_key_value_heads": args.num_kv_heads,
         "hidden_act": "silu",
-        "attention_bias": False,
+        "attention_bias": getattr(args, "attention_bias", False),
         "rms_norm_eps": args.norm_eps,
         "max_position_embeddings": args.max_seq_len,
         "rope_theta": args.rope_theta,
@@ -458,6 +463,11 @@ def decoder_config(args: Any, dtype: Any) -> dict[str, Any]:
         "eos_token_id": None,
         "torch_dtype": str(dtype).removeprefix("torch."),
     }
+
+
+def read_biases(config: Mapping[str, Any]) -> dict[str, bool]:
+    """Return the sizes that say which linear layers have biases."""
+    return {name: read_flag(config, name, False) for name in ("attention_bias", "mlp_bias")}
 
 
 def gated_sizes(

@@ -13,18 +13,14 @@ from torchtitan.models.hf.config import (
     check_supported,
     decoder_config,
     decoder_sizes,
-    read_flag,
+    read_biases,
     read_number,
     rotary_config,
     scaling_from_hf,
 )
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.sizes import (
-    FEED_FORWARD,
-    QKV,
-    WO,
     GatedDecoderSizes,
-    Names,
     RopeScaling,
     check_even,
     check_grouped_heads,
@@ -69,10 +65,6 @@ class LlamaArgs(GatedDecoderSizes):
     @property
     def head_dim(self) -> int:
         return self.dim // self.n_heads if self.head_width is None else self.head_width
-
-    @property
-    def biases(self) -> Names:
-        return (*(QKV + WO if self.attention_bias else ()), *(FEED_FORWARD if self.mlp_bias else ()))
 
     @property
     def ffn_dim(self) -> int:
@@ -170,7 +162,6 @@ def _to_hf(args: LlamaArgs, dtype: Any = "float32") -> dict[str, Any]:
         "model_type": "llama",
         "intermediate_size": args.ffn_dim,
         "head_dim": args.head_dim,
-        "attention_bias": args.attention_bias,
         "mlp_bias": args.mlp_bias,
     }
     return decoder_config(args, dtype) | rotary_config(args) | llama_fields
@@ -188,8 +179,7 @@ def _from_hf(config: Mapping[str, Any]) -> LlamaArgs:
         **width_options(dim, ffn_dim),
         rope_scaling=scaling_from_hf(config),
         head_width=head_width if head_width * heads != dim else None,
-        attention_bias=read_flag(config, "attention_bias", False),
-        mlp_bias=read_flag(config, "mlp_bias", False),
+        **read_biases(config),
     )
 
 
