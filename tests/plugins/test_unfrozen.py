@@ -1,11 +1,9 @@
 """Import of Axolotl's unfrozen_parameters.
 
-Its regexes match the same parameters of a transformers model as the job's patterns match here, and no regex is slow.
+Its regexes match the same parameters of a transformers model as the job's patterns match here.
 """
 
-import random
 import re
-import time
 from fnmatch import fnmatchcase
 
 import pytest
@@ -18,7 +16,6 @@ from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
 from torchtitan.models.sizes import parameters
 from torchtitan.models.spec import MODELS
 from torchtitan.plugins.importers import axolotl, parse
-from torchtitan.plugins.importers.axolotl_adapter import RegexError, prefix_matcher
 
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
 LLAMA = LlamaConfig(num_hidden_layers=50, **SIZES)
@@ -72,18 +69,8 @@ WRONG = [  # regexes, and a part of the error
     (["^model.embed_tokens.weight$[:32000]"], "all rows of a matrix are trained, or none: drop [:32000]"),
     (["model.layers.[1]"], "all rows of a matrix are trained, or none: drop [1]"),
     (["model.layers.9."], "regexes of how some of these begin: model.embed_tokens.weight, model.layers.*."),
-    (["lm_head", "a" * 201], "regexes without longer than 200 characters"),
+    (["lm_head", "a" * 301], "regexes without longer than 300 characters"),
     (["model\\.norm"], "a backslash, except in \\d: write a plain dot instead"),
-    (["((a))"], "a group in a group"),
-    (["(?=a)"], "a group of another kind than (?:)"),
-    (["(a"], "a ( without its )"),
-    (["a)"], "a ) without its ("),
-    (["*a"], "nothing before * to be repeated"),
-    (["a**"], "a repetition of a repetition"),
-    (["^*"], "a ^ that is repeated"),
-    (["a{1000}"], "a repetition of more than 99 times"),
-    (["a{x}"], "a { without a number of repetitions"),
-    (["[a"], "a malformed class"),
     (["lm_head"] * 2001, "at most 2000"),
 ]  # fmt: skip
 
@@ -104,28 +91,6 @@ def test_regexes_are_refused_for_some_models_and_with_adapters(tmp_path):
     adapter = {"adapter": "lora", "lora_target_linear": True, "lora_r": 8, "lora_alpha": 16}
     (fault,) = import_regexes(TIED, tmp_path, "model.norm", **adapter).faults
     assert "nothing with an adapter; use lora_modules_to_save" in str(fault)
-
-
-def test_regexes_match_as_in_python_and_in_bounded_time():
-    draw, num_valid = random.Random(0), 0
-    parts = ["a", "b", ".", "(", ")", "|", "*", "+", "?", "[ab]", "[^a]", "[a-c]", "^", "$", "{2}", "{1,2}", "\\d", "1"]
-    for _ in range(3000):
-        regex = "".join(draw.choices(parts, k=draw.randrange(1, 8)))
-        try:
-            matches = prefix_matcher(regex)
-        except RegexError:
-            continue
-        reference = re.compile(regex.replace(".", "\\."))
-        num_valid += 1
-        for name in ("", "a", "ab", "aab", "a.b", "1ab", "bc1", "aaaa"):
-            assert matches(name) == bool(reference.match(name)), (regex, name)
-    assert num_valid > 500
-    assert not prefix_matcher("a*" * 99 + "$")("a" * 60 + "b"), "Python's re would take exponential time"
-    assert not prefix_matcher("(a*)*" * 20 + "b")("a" * 60)
-    start = time.process_time()
-    for slow in ("(" + "x{99}" * 38 + "){99}", "(" + "|".join(["a{99}"] * 30) + "){99}"):
-        assert not any(map(prefix_matcher(slow), ["model.layers.0.mlp.gate.weight"] * 100))
-    assert time.process_time() - start < 2, "about 1 ms per name; 90 ms if dead states were not dropped"
 
 
 def test_check_accepts_the_translated_job(tmp_path):

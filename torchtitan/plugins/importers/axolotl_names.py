@@ -1,0 +1,92 @@
+"""Translate what a file says about names of Hugging Face's parameters to names here.
+
+unfrozen_parameters holds regexes of parameters. They are tried on the names of the folder's model, and become patterns
+of the names here. Axolotl's regexes have two peculiarities: a dot matches only a dot, and a regex only has to match the
+beginning of a name.
+"""
+
+import re
+from collections.abc import Sequence
+from fnmatch import fnmatchcase
+from pathlib import Path
+from pkgutil import resolve_name
+
+from torchtitan.core.errors import JobError
+from torchtitan.models import CONFIG_CONVERTERS, family_in
+from torchtitan.models.sizes import HEAD, parameters
+from torchtitan.plugins.importers.regexes import Regex, RegexError
+from torchtitan.plugins.importers.translation import JobDraft
+
+KEY = "unfrozen_parameters"
+FAMILIES = "torchtitan.models.spec:MODELS"
+"""Resolved by name, as it needs torch."""
+MAX_REGEXES = 2000
+"""Two for each matrix of a large model."""
+ROWS = re.compile(r"\[(\d*:[^]\[]*|\d+)\]\Z")
+"""A range of a matrix's rows, or one row, at the end of an entry."""
+
+
+def unfrozen(regexes: Sequence[str], folder: str, draft: JobDraft) -> list[str]:
+    """Return training.unfrozen for the regexes. Refuses in `draft` the ones that cannot be translated."""
+    matchers = []
+    for regex in regexes[:MAX_REGEXES]:
+        if rows := ROWS.search(regex[-50:]):
+            remedy = f"all rows of a matrix are trained, or none: drop {rows[0]}, or the whole entry"
+            draft.refuse(KEY, regex, "names without a range of rows", remedy)
+            continue
+        try:
+            matchers.append((regex, Regex(regex, plain_dots=True).matches_prefix))
+        except RegexError as error:
+            draft.refuse(KEY, regex, f"regexes without {error}", "or write the patterns of training.unfrozen yourself")
+    if len(regexes) > MAX_REGEXES:
+        draft.refuse(KEY, f"{len(regexes)} regexes", f"at most {MAX_REGEXES}")
+    if draft.faults:
+        return []
+    try:
+        hf_names = _hf_names(folder)
+    except JobError as error:
+        remedy = "download the model, so that they can be tried on its names, or write training.unfrozen into the job"
+        allowed = f"regexes for a model with its config.json in {folder}"
+        draft.refuse(KEY, list(regexes), allowed, f"{remedy} ({error})")
+        return []
+    chosen = set()
+    for regex, matches in matchers:
+        matched = {name for name in hf_names if any(map(matches, hf_names[name]))}
+        if not matched:
+            candidates = {re.sub(r"\b\d+\b", "*", hf_name) for names in hf_names.values() for hf_name in names}
+            allowed = f"regexes of how some of these begin: {', '.join(sorted(candidates))}"
+            draft.refuse(KEY, regex, allowed, "correct or drop it")
+        for name in sorted(matched):
+            if not all(any(matches_name(hf_name) for _, matches_name in matchers) for hf_name in hf_names[name]):
+                draft.refuse(KEY, regex, f"none, or all, of {name}", "its experts are one parameter: name all of them")
+        chosen |= matched
+    return _patterns(chosen, list(hf_names))
+
+
+def _hf_names(folder: str) -> dict[str, list[str]]:
+    """Return Hugging Face's names of each parameter of a folder's model. Raises JobError for an unknown model."""
+    family = family_in(Path(folder))
+    if family is None:
+        raise JobError(f"{folder}: its family is not supported")
+    args = CONFIG_CONVERTERS[family].args_from_folder(folder)
+    form = resolve_name(FAMILIES)[family].hf.tensor_map(args)
+    names = [name for name in parameters(args) if not (args.tied_embeddings and name == f"{HEAD}.weight")]
+    return {name: form.hf_names(name) for name in names}
+
+
+def _patterns(chosen: set[str], names: Sequence[str]) -> list[str]:
+    """Return few patterns that match only the chosen names: layers, a parameter of all layers, single names."""
+    layer_names = [name.split(".", 2)[1:] for name in names if name.startswith("layers.")]
+    layers = list(dict.fromkeys(layer for layer, _ in layer_names))
+    full_layers = [layer for layer in layers if all(n in chosen for n in names if n.startswith(f"layers.{layer}."))]
+    patterns = ["layers.*"] if full_layers == layers else [f"layers.{layer}.*" for layer in full_layers]
+    for parameter in dict.fromkeys(parameter for layer, parameter in layer_names if layer not in full_layers):
+        having = [layer for layer, layer_parameter in layer_names if layer_parameter == parameter]
+        matching = [layer for layer in having if f"layers.{layer}.{parameter}" in chosen]
+        if matching == having:
+            patterns.append(f"layers.*.{parameter}")
+        else:
+            patterns += [f"layers.{layer}.{parameter}" for layer in matching if layer not in full_layers]
+    patterns += [name for name in names if name in chosen and not name.startswith("layers.")]
+    assert {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)} == chosen
+    return patterns
