@@ -296,6 +296,7 @@ OWN_FILES = {
     "launcher/processes.py": "/proc",
     "planner/rehearsal.py": "the current folder, to return to it",
     "process/exit.py": "/dev/null",
+    "training/plan_replay.py": "what its own ranks have written to a temporary folder",
     "process/gloo_ranks.py": "stacks of its own ranks, in a temporary folder",
     "metrics/json_lines.py": "writes",
     "metrics/run_end.py": "writes",

@@ -16,6 +16,7 @@ from torchtitan.commands.command_parser import (
     OneOf,
     number_above_0,
     number_from_0,
+    plan_degrees,
     size_in_bytes,
     whole_number,
 )
@@ -205,13 +206,17 @@ def _bench() -> CommandParser:
     parser.add_argument("--ranks", type=whole_number(1), default=1, metavar="N", help="ranks per job (default 1)")
     steps = "measured steps, after a first one (default 3)"
     parser.add_argument("--steps", type=whole_number(1), default=3, metavar="N", help=steps)
-    timeout = "time limit of each combination (default 900)"
-    parser.add_argument("--timeout", type=number_above_0, default=900.0, metavar="SECONDS", help=timeout)
+    _add_timeout(parser, "time limit of each combination")
     parser.add_argument("--out", default="bench.jsonl", help="file to append a JSON line each (default bench.jsonl)")
     parser.add_argument("--plot", help="picture to draw, .svg or .png")
     hardware = "measure this machine, with messages between --ranks, and write a new file for `estimate --gpu`"
     parser.add_argument("--hardware", type=Path, metavar="FILE", help=hardware)
     return parser
+
+
+def _add_timeout(parser: CommandParser, purpose: str) -> None:
+    help_text = f"{purpose} (default 900)"
+    parser.add_argument("--timeout", type=number_above_0, default=900.0, metavar="SECONDS", help=help_text)
 
 
 def _sweep() -> CommandParser:
@@ -452,8 +457,16 @@ def _checkpoints() -> CommandParser:
 
 
 def _replay() -> CommandParser:
-    parser = CommandParser("replay", "One process makes the step, whatever the plan of the run. Nothing is written.")
+    parser = CommandParser(
+        "replay",
+        "One process makes the step, whatever the plan of the run. Nothing is written. With --under, and options of a "
+        "job for both steps: exit code 0 if the two are equal, 1 if not, 2 for a plan that cannot be.",
+        takes="options",
+    )
     parser.add_argument("run", help="a run's dump_folder")
+    under = "make the step on gloo ranks under this plan, as tp=2,pp=2, and hold it against one device"
+    parser.add_argument("--under", type=plan_degrees, metavar="PLAN", help=under)
+    _add_timeout(parser, "time limit of --under for each of the two steps")
     parser.add_argument("--step", type=whole_number(1), required=True, metavar="N", help="step, counted from 1")
     parser.add_argument(
         "--rank", type=whole_number(0), metavar="R", help="show only the samples of this rank of the run"

@@ -16,11 +16,14 @@ from torchtitan.commands import COMMANDS
 from torchtitan.config.manager import split_job_options
 from torchtitan.config.options import hint
 from torchtitan.core.errors import JobError
+from torchtitan.parallelisms.degrees import AXIS_OPTIONS
 
 JOB_HELP = "--section.key value  options of a job; torchtitan train --help lists its sections"
 
 NUMBERS_OF_RANKS = ("--world-size", "--gpus", "--ranks", "--pp")
 """Options for a number of ranks. A command has one of them, and a user may type the one of another command."""
+MOST_RANKS = 64
+"""Largest degree of a plan that gloo ranks of one machine make."""
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -152,3 +155,16 @@ def size_in_bytes(text: str) -> float:
     if match and float(match[1]) > 0:
         return float(match[1]) * UNITS[match[2]]
     raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number with one of {', '.join(UNITS)}, as 80GiB")
+
+
+def plan_degrees(text: str) -> dict[str, int]:
+    """Return the degrees of a plan by axis, as of "tp=2,pp=2", as an argument type; axes left out have degree 1."""
+    degrees = dict.fromkeys(AXIS_OPTIONS, 1)
+    parts = [part.partition("=") for part in text.replace(" ", "").split(",")]
+    for number, (axis, sign, value) in enumerate(parts):
+        if not sign or axis not in degrees or axis in [name for name, _, _ in parts[:number]]:
+            near = hint(axis, degrees)
+            allowed = f"degrees like tp=2,pp=2, each axis once: {', '.join(degrees)}"
+            raise argparse.ArgumentTypeError(f"given {text!r}; allowed: {allowed}; {near}".rstrip("; "))
+        degrees[axis] = whole_number(1, MOST_RANKS)(value)
+    return degrees

@@ -2,40 +2,59 @@
 
     torchtitan replay outputs/debug --step 120                 a spike or NaN at step 120
     torchtitan replay outputs/debug --step 120 --rank 3        the samples of one rank
+    torchtitan replay outputs/debug --step 120 --under tp=2,pp=2
 
 The step is made by one process under any plan of the run, from the newest checkpoint before it, or from the initial
 weights; steps in between are made again first. It prints the samples with the highest losses as text, the loss of each
 sample, the gradient norm of each parameter, the extremes of the activations of each block, and the first module that
 produced a value that is not finite. Loss and gradient norm are compared with the run's: they have the same bits if the
 run had one rank and no compilation on such a machine, and are equal up to rounding otherwise. Nothing is written.
+
+With --under the step is made twice, on one device and on gloo ranks under that plan, both in float32, and compared:
+loss, gradient norm, what each module returns and each gradient. The first tensor that differs is printed by its name.
 """
 
+import argparse
 import logging
 import math
 import sys
-from collections.abc import Iterator
+import tempfile
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import JOB
 from torchtitan.commands.preview import View
+from torchtitan.config import manager
+from torchtitan.config.options import ConfigError
+from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError
 from torchtitan.job import ResolvedJob
 from torchtitan.metrics.json_lines import METRICS, Record, read_records
+from torchtitan.parallelisms.degrees import AXIS_OPTIONS, DEGREES
+from torchtitan.process.gloo_ranks import RankError
+from torchtitan.training.plan_replay import StepComparison, compare_under_plan, within
 from torchtitan.training.replay import ReplayedStep, ReplaySample, ReplayStart, RunJob, ranks_of_sample
 
+EQUAL, DIFFERENT = 0, 1
+"""Exit codes of --under."""
 MOST_LINES = 20
 """Samples, parameters or blocks in a table."""
 
 
 def main(argv: list[str]) -> int:
-    options, _ = parse_command("replay", argv)
+    options, job_args = parse_command("replay", argv)
     run = Path(options.run)
     run_job = RunJob.of_step(run, options.step)
     if not run_job.file.is_file():
         raise JobError(f"{run}: no {JOB} in it; give the dump_folder of a run")
+    if options.under is not None:
+        return replay_under(run_job, options, job_args)
+    if job_args:
+        raise JobError(f"{job_args[0]}: allowed: with --under; a step alone has the job of the run")
     job, record = run_job.job, logged_record(run, options.step)
     if record is not None and job.config.optimizer.early_step_in_backward:
         record.pop("grad_norm", None)  # null, as the run has not computed it
@@ -50,6 +69,70 @@ def main(argv: list[str]) -> int:
     encoding = sys.stdout.encoding or "utf-8"
     print("\n".join(lines).encode(encoding, "replace").decode(encoding))
     return 0
+
+
+def replay_under(run_job: RunJob, options: argparse.Namespace, job_args: list[str]) -> int:
+    """Make the step under a plan and on one device, print how they differ, and return the exit code."""
+    try:
+        with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
+            plan, changed = plan_of(options.under, job_args)
+            result = compare_under_plan(run_job, options.step, plan, changed, Path(folder), options.timeout)
+    except RankError as error:
+        print(f"step {options.step} of {run_job.run} under {degrees_text(options.under)}: {error}")
+        return DIFFERENT
+    record = logged_record(run_job.run, options.step)
+    print("\n".join(comparison_lines(run_job, options.step, result, record)))
+    return EQUAL if result.equal else DIFFERENT
+
+
+def plan_of(degrees: Mapping[str, int], job_args: list[str]) -> tuple[Parallelism, dict[str, Any]]:
+    """Return the section of a plan with these degrees by axis, and the other options of a command line."""
+    _, layer = manager.parse_arguments(job_args)
+    if faults := list(layer.all_faults()):
+        raise ConfigError(faults)
+    section = {AXIS_OPTIONS[axis]: degree for axis, degree in degrees.items()}
+    if axes := [key for key in layer.values if key.removeprefix(DEGREES) in section]:
+        raise JobError(f"--{axes[0]}: allowed: as an axis of --under, one of {', '.join(degrees)}")
+    of_plan = {key.removeprefix(DEGREES): value for key, value in layer.values.items() if key.startswith(DEGREES)}
+    return Parallelism(**section | of_plan), {k: v for k, v in layer.values.items() if not k.startswith(DEGREES)}
+
+
+def degrees_text(degrees: Mapping[str, int]) -> str:
+    return ", ".join(f"{axis}={degree}" for axis, degree in degrees.items() if degree > 1) or "no parallelism"
+
+
+def comparison_lines(run_job: RunJob, step: int, result: StepComparison, record: Record | None) -> Iterator[str]:
+    """Yield lines about a step under a plan beside the same on one device."""
+    job, start, limit = result.job, result.start, result.tolerance
+    ranks, types = job.world_size, [one.config.training.mixed_precision_param for one in (job, run_job.job)]
+    plan = degrees_text(job.layout.dims.all_degrees)
+    yield f"step {step} of {run_job.run} under {plan}, on {ranks} gloo rank{'s' * (ranks > 1)}, from {origin_of(start)}"
+    yield (
+        f"  both in {types[0]} (the run: {types[1]}) and equal up to {limit:g}: a plan adds the same terms in another "
+        "order"
+    )
+    for name, (value, reference) in (("loss", result.loss), ("grad_norm", result.grad_norm)):
+        verdict = "equal" if within(value, reference, limit) else "DIFFERS"
+        against_run = comparison(value, name, record)
+        yield f"  {name:<10} {value:<13.9g} one device {reference:<13.9g} {verdict}; {against_run}".rstrip("; ")
+    yield f"  {'outputs':<10} {result.modules - len(result.outputs)} of {result.modules} modules return the same"
+    gradients, differing = result.gradients, result.differing
+    total = len(gradients) + len(result.missing)
+    largest = max(gradients, key=lambda name: gradients[name].size, default="")
+    note = f"; largest difference {gradients[largest].size:.2g} of its largest entry, {largest}" if largest else ""
+    yield f"  {'gradients':<10} {len(gradients) - len(differing)} of {total} are the same{note}"
+    if result.equal:
+        yield "equal"
+    if result.missing:
+        yield f"no rank has a gradient of {result.missing[0]} ({len(result.missing)} in all)"
+    if result.outputs:
+        name, (value, reference) = next(iter(result.outputs.items()))
+        sizes = f"root mean square {value:.6g}, one device {reference:.6g}"
+        yield f"first tensor that differs, forward: the output of {name}: {sizes}"
+    if differing:
+        name, difference = next(iter(differing.items()))
+        factor = "" if difference.ratio is None else f"; it is {difference.ratio:.6g} times one device's"
+        yield f"first tensor that differs, backward: the gradient of {name}, by {difference.size:.2g}{factor}"
 
 
 @contextmanager
@@ -90,10 +173,13 @@ def samples_of_rank(result: ReplayedStep, rank: int | None) -> list[ReplaySample
     return [sample for sample in result.samples if rank in ranks_of_sample(sample.number, dims)]
 
 
+def origin_of(start: ReplayStart) -> str:
+    return "the initial weights" if start.folder is None else f"the checkpoint of step {start.step}"
+
+
 def heading(run: Path, step: int, result: ReplayedStep, record: Record | None) -> Iterator[str]:
     start = result.start
-    origin = "the initial weights" if start.folder is None else f"the checkpoint of step {start.step}"
-    yield f"step {step} of {run}, from {origin}"
+    yield f"step {step} of {run}, from {origin_of(start)}"
     for name, value in (("loss", result.loss), ("grad_norm", result.grad_norm)):
         yield f"  {name:<10} {value:<20.9g} {comparison(value, name, record)}".rstrip()
 

@@ -22,7 +22,7 @@ from torchtitan.adapters.interface import Adapter, full_tensor
 from torchtitan.assembly import parts
 from torchtitan.assembly.parts import ModelBuilder, model_spec
 from torchtitan.config.manager import load
-from torchtitan.contract.items import CP, EP, PLANS, PP, REPLICATE, SHARD, TP, Item, Row
+from torchtitan.contract.items import CP, PLANS, PP, SHARD, TP, Item, Row
 from torchtitan.contract.step import (
     SAMPLES,
     device_step,
@@ -37,6 +37,7 @@ from torchtitan.core.tensor_storage import Deferred, draw_stores
 from torchtitan.job import ResolvedJob
 from torchtitan.losses.objective import IGNORE_INDEX, Batch, Objective
 from torchtitan.lr_schedules import DECAYS
+from torchtitan.parallelisms.degrees import AXIS_OPTIONS
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process.ranks import read_ranks
 from torchtitan.training.batches import batch_keys
@@ -272,7 +273,7 @@ def function_of_step(item: Item) -> str:
     return ""
 
 
-AXES = {"dp_replicate": REPLICATE, "dp_shard": SHARD, "cp": CP, "tp": TP, "pp": PP, "ep": EP}
+AXES = {axis: f"parallelism.{option}" for axis, option in AXIS_OPTIONS.items()}
 SAME = 1e-6
 SHOWN = 2
 """Groups of parameters described in full."""

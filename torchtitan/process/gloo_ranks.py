@@ -117,8 +117,8 @@ def _answer(
     rank: int, ranks: int, threads: int, folder: str, pipe: Any, function: Callable[..., Any], args: tuple[Any, ...]
 ) -> None:
     variables = {"RANK": rank, "LOCAL_RANK": rank, "WORLD_SIZE": ranks, "LOCAL_WORLD_SIZE": ranks}
-    variables |= {"CUDA_VISIBLE_DEVICES": ""}  # gloo's tensors are on the CPU
     os.environ.update({name: str(value) for name, value in variables.items()}, TORCH_GLOO_LAZY_INIT="0")
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo's tensors are on the CPU
     with open(os.devnull, "w") as quiet:  # what is wrong is sent
         os.dup2(quiet.fileno(), 1)
         os.dup2(quiet.fileno(), 2)

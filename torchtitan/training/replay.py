@@ -7,9 +7,10 @@ is written to the run's folder.
 
 import dataclasses
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import cached_property
+from math import gcd
 from pathlib import Path
 from typing import Any
 
@@ -23,8 +24,7 @@ from torchtitan.checkpoint.layout import ADAPTER_STATE
 from torchtitan.checkpoint.stored_tensors import open_tensors
 from torchtitan.config import manager
 from torchtitan.config.changes import changes, kept_job
-from torchtitan.config.job import JobConfig
-from torchtitan.config.sections.model import Compile
+from torchtitan.config.sections.model import Compile, Parallelism
 from torchtitan.config.sections.run import Callbacks, EarlyStop, Metrics, Profiling
 from torchtitan.config.sections.training import Validation
 from torchtitan.core.errors import JobError
@@ -37,12 +37,14 @@ from torchtitan.launcher.run_folder import JOB_FILE, REFERENCE_FILE, RecordedPla
 from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.parallelisms.degrees import AXES, ParallelDims
 from torchtitan.process.ranks import Ranks
+from torchtitan.rules.loading import fewest_ranks
 from torchtitan.training.batches import Batch
 from torchtitan.training.step import CLIPPING, FORWARD_BACKWARD, StepData, StepObserver
 from torchtitan.training.trainer import Trainer
 
 IN_BACKWARD = "optimizer.early_step_in_backward"
 """An option that frees the gradients, so that a replay leaves it out."""
+ONE_DEVICE = Parallelism(data_parallel_shard_degree=1)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -205,7 +207,7 @@ class RunJob:
         with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
             if (self.run / REFERENCE_FILE).exists():  # computed once per run
                 Path(folder, REFERENCE_FILE).symlink_to((self.run / REFERENCE_FILE).resolve())
-            trainer = Trainer(self.one_rank_job(start, Path(folder)), Ranks())
+            trainer = Trainer(self.repeating_job(start, Path(folder)).config, Ranks())
             try:
                 restore_caches(trainer, start)
                 return _replay(trainer, start, step, report)
@@ -214,11 +216,15 @@ class RunJob:
                 trainer.loader.close()
                 trainer.validator.close()
 
-    def one_rank_job(self, start: ReplayStart, folder: Path) -> JobConfig:
-        """Return the job that makes the same steps on one rank from the start's checkpoint, and writes only to
-        `folder`.
+    def repeating_job(
+        self, start: ReplayStart, folder: Path, plan: Parallelism = ONE_DEVICE, options: Mapping[str, Any] | None = None
+    ) -> ResolvedJob:
+        """Return the job that makes the same steps from the start's checkpoint, and writes only to `folder`.
+
+        `plan`: without an open degree. `options`: further ones to change.
         """
-        job, config = self.job, self.job.config
+        job, config, options = self.job, self.job.config, dict(options or {})
+        dp = plan.data_parallel_shard_degree * plan.data_parallel_replicate_degree
         rows = config.training.local_batch_size
         if job.model.spec.streams_documents and start.samples > rows:  # the rows of all ranks, each with its documents
             if (dims := start.dims()) is None:
@@ -230,6 +236,8 @@ class RunJob:
                     f"{self.run}: {reason}, and one process has one such cache; replay needs one data-parallel rank"
                 )
             rows *= dims.dp
+        elif start.samples % dp == 0:
+            rows = gcd(rows, start.samples // dp)
         cache = job.data.cache
         checkpoint = dataclasses.replace(config.checkpoint, enable=False, best_metric=None, exclude_from_loading=[])
         if start.folder is not None:
@@ -239,7 +247,7 @@ class RunJob:
                 load_only=True,
                 load_step=start.step,
                 folder=str(start.folder.parent.resolve()),
-                allow_config_change=[*checkpoint.allow_config_change, IN_BACKWARD],
+                allow_config_change=[*checkpoint.allow_config_change, IN_BACKWARD, *options],
             )
         changed: dict[str, Any] = {
             IN_BACKWARD: False,
@@ -256,8 +264,9 @@ class RunJob:
             "validation": Validation(),
             "early_stop": EarlyStop(),
             "callbacks": Callbacks(),
+            "parallelism": plan,
         }
-        return job.on_one_rank().with_options(changed).config
+        return job.with_options(changed).with_options(options).on_ranks(fewest_ranks(plan))
 
 
 def restore_caches(trainer: Trainer, start: ReplayStart) -> None:
@@ -290,7 +299,8 @@ def restore_caches(trainer: Trainer, start: ReplayStart) -> None:
     trainer.model.prepare_adapter(lambda tokens: ())
 
 
-def _replay(trainer: Trainer, start: ReplayStart, step: int, report: Callable[[str], None]) -> ReplayedStep:
+def make_steps_before(trainer: Trainer, step: int, report: Callable[[str], None] = lambda line: None) -> None:
+    """Make the steps again from the trainer's start up to `step`, without it. Raises JobError if that cannot be."""
     if trainer.current_step >= step or step > trainer.config.training.steps:
         first = (
             1 if step > trainer.current_step else trainer.current_step + 1
@@ -304,6 +314,10 @@ def _replay(trainer: Trainer, start: ReplayStart, step: int, report: Callable[[s
             trainer.step(trainer.fetch())
         except (BadStep, RollBack) as error:
             raise JobError(f"step {trainer.current_step + 1} cannot be made again: {error}; replay that one") from error
+
+
+def _replay(trainer: Trainer, start: ReplayStart, step: int, report: Callable[[str], None]) -> ReplayedStep:
+    make_steps_before(trainer, step, report)
     data, result = trainer.fetch(), ReplayedStep(start)
     named_parameters = list(trainer.model.named_parameters())
     result.bad_weights = [n for n, p in named_parameters if p.is_floating_point() and not p.isfinite().all()]
