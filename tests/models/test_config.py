@@ -118,6 +118,7 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         (),
     ),
     "granite": ((*DECODER, "head_dim", "embedding_multiplier", "logits_scaling"), DECODER[:1]),
+    "smollm3": ((*DECODER, "head_dim", "no_rope_layer_interval"), DECODER[:1]),
     # transformers cannot build a Qwen whose head_dim is null
     "qwen2": ((*DECODER, "head_dim"), ("num_key_value_heads",)),
     "qwen3": ((*DECODER, "head_dim"), ("num_key_value_heads",)),

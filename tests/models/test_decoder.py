@@ -79,6 +79,7 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("qwen3", "32B"): 32_762_123_264,
     ("qwen3_moe", "30B-A3B"): 30_532_122_624,
     ("qwen3_moe", "235B-A22B"): 235_093_634_560,
+    ("smollm3", "3B"): 3_075_098_624,
 }
 ACTIVE = {  # parameters that one token uses
     ("deepseek", "16B"): 2_661_150_208,

@@ -81,6 +81,7 @@ def test_factors_of_low_rank_adapters_are_trained(shape):
 @pytest.mark.parametrize(
     "shape, change, message",
     [
+        ("smollm3", {"no_rope_interval": 0}, "no_rope_interval = 0: must be at least 1"),
         ("llama3 biased", {"head_width": 7}, "head_width = 7: must be even"),
         ("llama3 biased", {"head_width": 0}, "head_dim = 0: must be at least 1"),
     ],
@@ -93,6 +94,8 @@ def test_impossible_sizes_are_refused(shape, change, message):
 @pytest.mark.parametrize(
     "shape, change, message",
     [
+        ("smollm3", {"no_rope_layers": [0, 1, 0]}, r"no_rope_layers = \[0, 1, 0\]; allowed: 3 entries"),
+        ("smollm3", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window = True, but this model"),
         ("llama3 biased", {"mlp_bias": 1}, "mlp_bias = 1; allowed: true or false"),
         *((shape, {"hidden_act": "relu"}, "hidden_act = 'relu', but this model only has") for shape in GATED),
         *((shape, {"attention_sinks": 4}, "attention_sinks") for shape in GATED),

@@ -565,7 +565,10 @@ def windows_of_some_layers() -> list[Combination]:
     return rows
 
 
-GATED = ("granite",)
+GATED = (
+    "granite",
+    "smollm3",
+)
 """Families that are a Llama with other options."""
 
 

@@ -92,10 +92,12 @@ def exact(modeling: ModuleType, model, hf_model, monkeypatch):
             angles = positions[..., None, None].double() * frequencies
             return torch.stack((angles.cos(), angles.sin()), dim=-1)
 
-        kinds = [""] if len(model.kinds) == 1 else ["sliding_attention_", "full_attention_"]
-        for kind, name in zip(model.kinds, kinds, strict=True):
-            frequencies = getattr(hf_model.model.rotary_emb, f"{name}inv_freq").double()
-            kind.rotary.forward = partial(rotation, frequencies)
+        embedding = hf_model.model.rotary_emb
+        for kind in model.kinds:
+            name = "sliding_attention_inv_freq" if kind.window else "full_attention_inv_freq"
+            frequencies = getattr(embedding, "inv_freq" if hasattr(embedding, "inv_freq") else name).double()
+            if kind.rotary is not None:
+                kind.rotary.forward = partial(rotation, frequencies)
         yield
 
 

@@ -14,6 +14,7 @@ from torchtitan.models.qwen3 import Qwen3Args
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.roberta import RobertaArgs
 from torchtitan.models.sizes import RopeScaling
+from torchtitan.models.smollm3 import SmolLM3Args
 
 _LLAMA2 = LlamaArgs(dim=32, n_layers=2, n_heads=4, vocab_size=64, multiple_of=16, max_seq_len=128)
 # of the 4 frequencies, one is kept, one blended and two are stretched
@@ -164,6 +165,8 @@ _GATED = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=4
 GATED = {
     "llama3 biased": replace(LLAMA["llama3"], head_width=12, attention_bias=True, mlp_bias=True),
     "granite": GraniteArgs(**_GATED, embedding_multiplier=3.0, attention_multiplier=0.4, logits_divisor=0.5),
+    "smollm3": SmolLM3Args(**_GATED | dict(n_layers=3), no_rope_interval=2, tied_embeddings=False),
+    "smollm3 biased": SmolLM3Args(**_GATED, no_rope_interval=3, mlp_bias=True, attention_bias=True),
     "granite tied, biased": GraniteArgs(**_GATED, tied_embeddings=True, attention_bias=True, mlp_bias=True),
 }
 """Shapes of families that are gated decoders with other options; the first word is the family."""

@@ -25,6 +25,7 @@ from torchtitan.models.qwen2 import FAMILY as QWEN2
 from torchtitan.models.qwen3 import FAMILY as QWEN3
 from torchtitan.models.qwen3_moe import FAMILY as QWEN3_MOE
 from torchtitan.models.roberta import FAMILY as ROBERTA
+from torchtitan.models.smollm3 import FAMILY as SMOLLM3
 
 FAMILIES: dict[str, Family] = {
     **LLAMAS,
@@ -38,6 +39,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
     "roberta": ROBERTA,
+    "smollm3": SMOLLM3,
 }
 """The families of this project."""
 

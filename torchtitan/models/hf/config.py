@@ -476,14 +476,15 @@ def gated_sizes(
     kv_heads: int,
     head_dim: int | None = None,
     head_dim_may_be_null: bool = False,
+    theta: float = 10000.0,
 ) -> dict[str, Any]:
     """Return the arguments of `GatedArgs` that `gated_config` writes.
 
-    `max_seq_len`, `kv_heads` and `head_dim` are transformers' defaults for absent keys; `head_dim` of None is the width
-    divided by the number of heads, and in some families so is null. Null key/value heads are as many as query heads.
-    Raises JobError for a bad number.
+    `max_seq_len`, `kv_heads`, `head_dim` and `theta` are transformers' defaults for absent keys; `head_dim` of None is
+    the width divided by the number of heads, and in some families so is null. Null key/value heads are as many as query
+    heads. Raises JobError for a bad number.
     """
-    sizes = decoder_sizes(config, max_seq_len, "intermediate_size")
+    sizes = decoder_sizes(config, max_seq_len, "intermediate_size", theta=theta)
     heads = sizes["n_heads"]
     head_dim = head_dim or sizes["dim"] // heads
     return sizes | {
