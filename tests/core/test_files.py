@@ -301,6 +301,7 @@ OWN_FILES = {
     "metrics/json_lines.py": "writes",
     "metrics/run_end.py": "writes",
     "models/hf/save.py": "writes",
+    "plugins/gguf/export.py": "the weights that the export has written and read again",
     "process/machine.py": "/sys",
     "process/ranks.py": "/proc",
     "training/preflight.py": "sources of the package",

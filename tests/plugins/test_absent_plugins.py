@@ -58,6 +58,7 @@ def test_a_job_is_checked_and_trained_without_plugins(core, tmp_path):
         (("import", "train.yml"), "importers"),
         (("import", "--help"), "importers"),
         (("evaluate", "outputs", "--tasks=tasks"), "eval_tasks"),
+        (("export", "outputs", "--to=target", "--format=gguf"), "gguf"),
         (("check", "old.toml", "--upgrade", "--from=v0.1"), "dialects"),
     ],
 )

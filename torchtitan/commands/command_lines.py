@@ -345,6 +345,8 @@ def _export() -> CommandParser:
     parser = CommandParser("export", details)
     _add_checkpoint(parser)
     parser.add_argument("--to", required=True, metavar="FOLDER", help="folder to write, which must not exist")
+    formats = "hf: a Hugging Face folder (default), gguf: a file for llama.cpp and a Modelfile for Ollama"
+    parser.add_argument("--format", type=OneOf(("hf", "gguf")), default="hf", metavar="{hf,gguf}", help=formats)
     parser.add_argument("--merge", action="store_true", help="write the whole model, with the adapter merged into it")
     _add_dtype(parser, "dtype of the model's weights (default: training.dtype of the run)")
     base = "quantized base to merge into: the original weights (default), or those that the run computed with"

@@ -13,6 +13,7 @@ adapters of its kind (mostly peft's). That is refused if the run trained other p
 
 import json
 import shlex
+import shutil
 import sys
 from dataclasses import dataclass
 from itertools import islice
@@ -33,6 +34,7 @@ from torchtitan.checkpoint.weight_sources import Weights, open_weights
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.core.errors import JobError, format_bytes
+from torchtitan.core.plugins import COMMAND_OPTIONS, loaded_plugin
 from torchtitan.job import ResolvedJob
 from torchtitan.job.model import JobModel
 from torchtitan.losses.objective import IGNORE_INDEX
@@ -52,6 +54,7 @@ MAX_BATCHES = 64
 MAX_TOKENS = 128
 """Maximum length of the sample that an export is verified on, in tokens."""
 UNVERIFIED = 1
+RECORD = "export.json"
 CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of transformers' classes that vLLM generates text with."""
 
@@ -68,11 +71,17 @@ def main(argv: list[str]) -> int:
     target = Path(options.to)
     if target.exists():
         raise JobError(f"--to {target}: exists; give another directory")
+    plugin = loaded_plugin(COMMAND_OPTIONS, "--format") if options.format == "gguf" else None
     job, step_folder = find_checkpoint(Path(options.folder), options.config, best=options.best)
     if options.merge or job.config.adapter.kind == NONE:
         dtype = options.dtype or job.config.training.dtype
         print(announcement(job.model, dtype), flush=True)
-        return export(job, step_folder, target, dtype, options.merge_base == "unpacked")
+        gguf = None
+        if plugin is not None:
+            gguf = plugin.GGUFExport(parts.hf_extra_files(job.model, job.tokenizer(), dtype), job.tokenizer())
+        return export(job, step_folder, target, dtype, options.merge_base == "unpacked", gguf)
+    if plugin is not None:
+        raise JobError("--format: given gguf for an adapter alone; allowed: the whole model; add --merge")
     if options.dtype:
         raise JobError(
             f"--dtype: given {options.dtype}; allowed: a dtype only with --merge; an adapter alone keeps its type"
@@ -106,7 +115,8 @@ class Answer:
 
 
 @torch.no_grad()
-def export(job: ResolvedJob, step_folder: Path, target: Path, dtype: str, into_unpacked: bool) -> int:
+def export(job: ResolvedJob, step_folder: Path, target: Path, dtype: str, into_unpacked: bool, gguf: Any = None) -> int:
+    """Write and verify the weights, as a Hugging Face folder or by `gguf`. Return the exit code."""
     unverified = target.with_name(target.name + ".unverified")
     if unverified.exists():
         raise JobError(f"{unverified}: exists, from an export that failed; remove it")
@@ -118,14 +128,23 @@ def export(job: ResolvedJob, step_folder: Path, target: Path, dtype: str, into_u
     verdict = compared(run_dtype, run_answer, export_answer, dtype, into)
     manifest = {"of": str(step_folder), "step": read_manifest(step_folder).step, "dtype": dtype, "merged_into": into}
     manifest |= verdict | {"tokens": sample.tokens.shape[1], "base": job.model.initial_load_path}
-    (unverified / "export.json").write_text(json.dumps(manifest, indent=2) + "\n")
+    (unverified / RECORD).write_text(json.dumps(manifest, indent=2) + "\n")
     losses = f"loss {verdict['loss_of_the_run']:.5f}, read again {verdict['loss_of_the_export']:.5f}"
     if not verdict["verified"]:
         print(f"{unverified}: NOT equal to the run: {losses}, same tokens: {verdict['same_tokens']}", file=sys.stderr)
         return UNVERIFIED
-    unverified.rename(target)
+    if gguf is None:
+        unverified.rename(target)
+    else:
+        try:
+            with replace_folder(target, write=True) as place:
+                gguf.write(unverified, place, job.config.job.description or step_folder.name)
+                shutil.copy(unverified / RECORD, place)
+        except OSError as error:
+            raise JobError(f"{target}: the file was not written: {error}; {unverified} holds the model") from error
+        shutil.rmtree(unverified)
     print(f"{target}: {step_folder.name} in {dtype}; {losses} on {sample.tokens.shape[1]} tokens")
-    print("\n".join(usage_lines(target)))
+    print("\n".join(usage_lines(target) if gguf is None else gguf.usage_lines(target)))
     return 0
 
 

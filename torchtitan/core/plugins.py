@@ -23,6 +23,7 @@ PLUGINS: dict[str, dict[str, str]] = {
     COMMANDS: {"import": "torchtitan.plugins.importers.command:main"},
     PARSERS: {"import": "torchtitan.plugins.importers.command:import_parser"},
     COMMAND_OPTIONS: {
+        "--format": "torchtitan.plugins.gguf.export",
         "--tasks": "torchtitan.plugins.eval_tasks.evaluate_tasks",
         "--upgrade": "torchtitan.plugins.dialects.upgrade",
     },

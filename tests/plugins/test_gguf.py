@@ -1,0 +1,308 @@
+"""`torchtitan export --format gguf`: tensors and metadata as gguf's reader returns them, against the model's own and
+transformers'; the vocabulary, Ollama's template, and refusals.
+"""
+
+import json
+import shutil
+
+import numpy
+import pytest
+import torch
+
+from tests.support.jobs import arguments, train, write_texts
+from tests.support.pool import run_ranks
+from torchtitan import cli
+from torchtitan.assembly import parts
+from torchtitan.assembly.parts import ModelBuilder
+from torchtitan.config import manager
+from torchtitan.core.errors import JobError
+from torchtitan.core.random_draws import initialize
+from torchtitan.datasets.template_process import render
+from torchtitan.datasets.template_worker import BEGIN, END
+from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.datasets.tokenizer.chat_templates import NAMED
+from torchtitan.datasets.tokenizer.hf_export import QWEN2
+from torchtitan.job import ResolvedJob
+from torchtitan.models.spec import MODELS
+from torchtitan.plugins.gguf.export import GGUFExport
+from torchtitan.plugins.gguf.modelfile import modelfile, ollama_template
+from torchtitan.plugins.gguf.vocabulary import BYTE, CONTROL, NORMAL, UNKNOWN, UNUSED, vocabulary_fields
+
+gguf = pytest.importorskip("gguf")
+
+SIZES = {
+    "llama3.2": "dim=128, n_heads=4, n_kv_heads=2, vocab_size=2400, multiple_of=64",
+    "mistral": "dim=128, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=192, vocab_size=2400, sliding_window=48",
+    "qwen2": "dim=128, n_heads=4, n_kv_heads=2, ffn_dim=192, vocab_size=2400",
+    "qwen3": "dim=128, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=192, vocab_size=2400",
+    "qwen3_moe": "dim=128, n_heads=4, n_kv_heads=2, head_dim=32, expert_dim=64, n_experts=12, top_k=2, vocab_size=2400",
+}
+RENAMED = {"wq": "attn_q", "wk": "attn_k", "wv": "attn_v", "wo": "attn_output"}
+
+
+def write_folder(folder, family, tokenizer="debug", dtype="float32"):
+    """Write a Hugging Face folder with initial weights; return the job, the model's state and the extra files."""
+    options = dict(model__name=family, model__overrides=f"{{n_layers=2, {SIZES[family]}}}")
+    job = ResolvedJob(manager.load(arguments(folder, folder, model__tokenizer_path=tokenizer, **options)))
+    model = ModelBuilder(job).meta_model().to_empty(device="cpu")
+    initialize(model, 0, model.init_rule)
+    for name, value in model.state_dict().items():
+        if name.endswith("bias"):
+            torch.nn.init.normal_(value)
+    files = parts.hf_extra_files(job.model, job.tokenizer(), dtype)
+    state = model.state_dict()
+    MODELS[family].hf.save_hf(folder, state, job.model.args, dtype=parts.DTYPES[dtype], extra_files=files)
+    return job, state, files
+
+
+def read_file(path):
+    """Return the tensors of a file as numpy arrays, and its metadata."""
+    reader = gguf.GGUFReader(path)
+    fields = {name: field.contents() for name, field in reader.fields.items() if not name.startswith("GGUF.")}
+    return {tensor.name: tensor for tensor in reader.tensors}, fields
+
+
+@pytest.mark.parametrize("family", SIZES)
+def test_tensors_are_those_of_transformers_and_rotate_as_in_llama_cpp(tmp_path, family):
+    """llama.cpp's Llama rotates adjacent features, as this project does, and its Qwen as transformers does."""
+    from transformers import AutoModelForCausalLM
+
+    job, state, files = write_folder(tmp_path / "hf", family)
+    GGUFExport(files, job.tokenizer()).write(tmp_path / "hf", tmp_path / "gguf", "a model")
+    tensors, fields = read_file(tmp_path / "gguf" / "model.gguf")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).state_dict()
+    layer = "model.layers.1."
+    expected = {"token_embd.weight": reference["model.embed_tokens.weight"]}
+    expected |= {"output_norm.weight": reference["model.norm.weight"]}
+    adjacent = family in ("llama3.2", "mistral")
+    for ours, name in RENAMED.items():
+        hf_name = f"{layer}self_attn.{ours[1]}_proj.weight"
+        expected[f"blk.1.{name}.weight"] = (
+            state[f"layers.1.attention.{ours}.weight"] if adjacent else reference[hf_name]
+        )
+    if family == "qwen2":
+        expected["blk.1.attn_k.bias"] = reference[f"{layer}self_attn.k_proj.bias"]
+    if family == "qwen3_moe":
+        gate_up = reference[f"{layer}mlp.experts.gate_up_proj"]
+        expected["blk.1.ffn_gate_exps.weight"], expected["blk.1.ffn_up_exps.weight"] = gate_up.chunk(2, 1)
+        expected["blk.1.ffn_gate_inp.weight"] = reference[f"{layer}mlp.gate.weight"]
+    for name, value in expected.items():
+        numpy.testing.assert_array_equal(tensors[name].data, value.numpy(), err_msg=name)
+    tied = job.model.args.tied_embeddings
+    count = len(state) - tied + (family == "llama3.2")  # rotary factors
+    assert len(tensors) == count and ("output.weight" in tensors) == (not tied)
+    architecture = fields["general.architecture"]
+    assert architecture == {"llama3.2": "llama", "mistral": "llama", "qwen3_moe": "qwen3moe"}.get(family, family)
+    assert fields[f"{architecture}.attention.head_count_kv"] == 2 and fields[f"{architecture}.block_count"] == 2
+    assert fields[f"{architecture}.context_length"] == (48 if family == "mistral" else job.model.args.max_seq_len)
+    assert fields["general.file_type"] == gguf.LlamaFileType.ALL_F32
+
+
+def test_scaled_rotary_angles_are_factors_of_the_frequencies(tmp_path):
+    """transformers computes the frequencies that they divide the plain ones to."""
+    from transformers import AutoConfig
+    from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+    job, _, files = write_folder(tmp_path / "hf", "llama3.2")
+    GGUFExport(files, job.tokenizer()).write(tmp_path / "hf", tmp_path / "gguf", "a model")
+    tensors, fields = read_file(tmp_path / "gguf" / "model.gguf")
+    scaled, _ = ROPE_INIT_FUNCTIONS["llama3"](AutoConfig.from_pretrained(tmp_path / "hf"), torch.device("cpu"))
+    plain = 1 / fields["llama.rope.freq_base"] ** (torch.arange(0, 32, 2) / 32)
+    assert (scaled != plain).any()
+    numpy.testing.assert_allclose(plain / tensors["rope_freqs.weight"].data, scaled, rtol=1e-5)
+
+
+def test_matrices_keep_their_type_and_vectors_are_float32(tmp_path):
+    job, state, files = write_folder(tmp_path / "hf", "llama3.2", dtype="bfloat16")
+    GGUFExport(files, job.tokenizer()).write(tmp_path / "hf", tmp_path / "gguf", "a model")
+    tensors, fields = read_file(tmp_path / "gguf" / "model.gguf")
+    matrix, vector = tensors["blk.0.attn_v.weight"], tensors["blk.0.attn_norm.weight"]
+    assert (matrix.tensor_type.name, vector.tensor_type.name) == ("BF16", "F32")
+    assert list(matrix.shape) == [128, 64], "GGUF lists the columns first"
+    read = torch.from_numpy(matrix.data.copy()).view(torch.bfloat16)
+    assert torch.equal(read, state["layers.0.attention.wv.weight"].bfloat16())
+    assert fields["general.file_type"] == gguf.LlamaFileType.MOSTLY_BF16
+
+
+def test_a_byte_level_vocabulary(tmp_path):
+    job, _, files = write_folder(tmp_path, "llama3.2")
+    fields, tokenizer = vocabulary_fields(files, json.loads(files["config.json"]), True), job.tokenizer()
+    assert (fields["tokenizer_model"], fields["tokenizer_pre"]) == ("gpt2", "llama-bpe")
+    tokens, kinds = fields["token_list"], fields["token_types"]
+    assert len(tokens) == 2400 and tokens[tokenizer.bos_id] == "<|begin_of_text|>"
+    assert kinds[0] == NORMAL and kinds[tokenizer.bos_id] == CONTROL and kinds[2399] == UNUSED
+    ids = tokenizer.encode(" return")
+    assert [tokens[id_] for id_ in ids] == ["Ġreturn"] and "Ġ Ġ" in fields["token_merges"]
+    assert fields["add_bos_token"] and fields["bos_token_id"] == tokenizer.bos_id
+    assert fields["eos_token_id"] == tokenizer.eos_id
+
+
+def sentencepiece_files():
+    """Return files with a tokenizer.json of Llama 2's kind."""
+    vocabulary = {"<unk>": 0, "<s>": 1, "</s>": 2, "<0x41>": 3, "▁": 4, "a": 5, "b": 6, "ab": 7, "▁ab": 8}
+    added = [{"id": id_, "content": name, "special": True} for id_, name in ((0, "<unk>"), (1, "<s>"), (2, "</s>"))]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    steps = [{"type": "Prepend", "prepend": "▁"}, {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}]
+    model = {"type": "BPE", "vocab": vocabulary, "merges": [["a", "b"], ["▁", "ab"]], "unk_token": "<unk>"}
+    tokenizer = {
+        "version": "1.0",
+        "added_tokens": [entry | flags for entry in added],
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "pre_tokenizer": None,
+        "model": model | {"byte_fallback": True, "fuse_unk": True},
+    }
+    named = {"bos_token": "<s>", "eos_token": {"content": "</s>"}, "unk_token": "<unk>"}
+    generation = {"eos_token_id": [2, 8]}
+    return {
+        "tokenizer.json": json.dumps(tokenizer).encode(),
+        "tokenizer_config.json": json.dumps(named).encode(),
+        "generation_config.json": json.dumps(generation).encode(),
+    }
+
+
+def test_a_sentencepiece_vocabulary():
+    fields = vocabulary_fields(sentencepiece_files(), {"vocab_size": 9}, False)
+    assert fields["tokenizer_model"] == "llama" and fields["add_space_prefix"]
+    assert fields["token_types"] == [UNKNOWN, CONTROL, CONTROL, BYTE, *[NORMAL] * 5]
+    scores = fields["token_scores"]
+    assert scores[7] > scores[8], "an earlier merge has the higher score"
+    assert (fields["bos_token_id"], fields["eos_token_id"], fields["unk_token_id"]) == (1, 2, 0)
+    assert fields["eot_token_id"] == 8 and fields["add_bos_token"] is False
+
+
+def changed_tokenizer(files, **changes):
+    return files | {"tokenizer.json": json.dumps(json.loads(files["tokenizer.json"]) | changes).encode()}
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"model": {"type": "Unigram"}}, "is of the kind Unigram"),
+        ({"normalizer": {"type": "Lowercase"}}, "changes text by Lowercase"),
+        (
+            {"pre_tokenizer": {"type": "Split", "pattern": {"Regex": "x"}}},
+            "changes text by Split",
+        ),
+    ],
+)
+def test_other_tokenizers_are_refused(changes, message):
+    with pytest.raises(JobError, match=f"--format gguf: the tokenizer {message}, which llama.cpp cannot be told"):
+        vocabulary_fields(changed_tokenizer(sentencepiece_files(), **changes), {"vocab_size": 9}, True)
+
+
+def test_a_byte_level_split_is_known_by_its_pattern(tmp_path):
+    _, _, files = write_folder(tmp_path, "llama3.2")
+
+    def name_of(pattern):
+        steps = json.loads(files["tokenizer.json"])["pre_tokenizer"]
+        steps["pretokenizers"][0]["pattern"]["Regex"] = pattern
+        changed = changed_tokenizer(files, pre_tokenizer=steps)
+        return vocabulary_fields(changed, {"vocab_size": 2304}, True)["tokenizer_pre"]
+
+    assert name_of(QWEN2) == "qwen2"
+    with pytest.raises(JobError, match="splits text by 'x'"):
+        name_of("x")
+
+
+def conversation(template, system, turns):
+    """Return what Ollama sends to a model: its template for each turn, joined. It knows `if .System` and `else`."""
+    text = ""
+    for number, (question, answer) in enumerate(turns):
+        head, _, rest = template.partition("{{ end }}")
+        with_system, _, without = head.removeprefix("{{ if .System }}").partition("{{ else }}")
+        turn = (with_system if system and number == 0 else without) + rest
+        values = {"{{ .System }}": system, "{{ .Prompt }}": question, "{{ .Response }}": answer}
+        for name, value in values.items():
+            turn = turn.replace(name, value or "")
+        text += turn
+    return text
+
+
+@pytest.mark.parametrize("name, system", [("llama3", "be brief"), ("llama3", None), ("chatml", "be brief")])
+def test_ollamas_template_says_what_the_tokenizers_does(name, system):
+    tokenizer = build_tokenizer("debug", NAMED[name])
+    template = ollama_template(tokenizer)
+    messages = [{"role": "system", "content": system}] * bool(system)
+    messages += [{"role": "user", "content": "how?"}, {"role": "assistant", "content": "so"}]
+    variables = {"eos_token": "", **tokenizer.template_tokens, "tools": None}
+    (expected,) = render(NAMED[name], messages, variables, [(len(messages), False)])
+    begin = tokenizer.template_tokens["bos_token"]
+    expected = expected.replace(BEGIN, "").replace(END, "").removeprefix(begin)
+    assert conversation(template, system, [("how?", "so")]) == expected
+
+
+def test_a_template_with_a_system_message_of_its_own_and_one_that_cannot_be_told():
+    default = (
+        "{% if messages[0].role != 'system' %}[S:nice]{% endif %}"
+        "{% for m in messages %}[{{ m.role[:1] | upper }}:{{ m.content }}]{% endfor %}"
+    )
+    tokenizer = build_tokenizer("debug", default)
+    assert ollama_template(tokenizer) is None, "an answer does not follow its question as a prompt ends"
+    prompted = default.replace("[{{ m.role[:1] | upper }}:", "[{{ m.role[:1] | upper }}:", 1)
+    prompted += "{% if add_generation_prompt %}[A:{% endif %}"
+    template = ollama_template(build_tokenizer("debug", prompted))
+    assert conversation(template, None, [("q", "a")]) == "[S:nice][U:q][A:a]"
+    assert conversation(template, "be rude", [("q", "a")]) == "[S:be rude][U:q][A:a]"
+
+
+def test_the_modelfile_has_the_sampling_of_the_folder_and_its_ends(tmp_path):
+    job, _, files = write_folder(tmp_path, "llama3.2")
+    generation = json.loads(files["generation_config.json"]) | {"temperature": 0.6, "top_p": 0.9}
+    files["generation_config.json"] = json.dumps(generation).encode()
+    text = modelfile("model.gguf", files, job.tokenizer(), 4096)
+    assert text.splitlines() == [
+        "FROM ./model.gguf",
+        "PARAMETER num_ctx 4096",
+        "PARAMETER temperature 0.6",
+        "PARAMETER top_p 0.9",
+        'PARAMETER stop "<|end_of_text|>"',
+    ]
+
+
+def test_models_that_llama_cpp_computes_differently_are_refused_before_anything_is_written(tmp_path, monkeypatch):
+    job, _, files = write_folder(tmp_path / "moe", "qwen3_moe")
+
+    def refused(**changes):
+        config = json.loads(files["config.json"]) | changes
+        with pytest.raises(JobError) as error:
+            GGUFExport(files | {"config.json": json.dumps(config).encode()}, job.tokenizer())
+        return str(error.value)
+
+    known = "allowed: causal models of llama, mistral, qwen2, qwen3, qwen3_moe"
+    assert f"given OPTForCausalLM (opt); {known}" in refused(model_type="opt", architectures=["OPTForCausalLM"])
+    assert "norm_topk_prob = False; allowed: True" in refused(norm_topk_prob=False)
+    linear = {"rope_type": "linear", "factor": 2.0}
+    assert "rope_scaling of the kind linear; allowed: none, or llama3" in refused(rope_scaling=linear)
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    assert "install it with: pip install 'torchtitan-toml[gguf]'" in refused()
+
+
+def test_the_command_writes_a_file_of_the_verified_weights(tmp_path, capsys):
+    texts = write_texts(tmp_path)
+    options = dict(model__overrides="{dim=64, n_layers=1, n_heads=2, n_kv_heads=1, vocab_size=2400, multiple_of=64}")
+    options |= dict(model__name="llama3", model__tokenizer_path="debug", checkpoint__enable=True, training__steps=1)
+    run = tmp_path / "run"
+    run_ranks(1, train, arguments(run, texts, adapter__kind="lora", adapter__rank=4, **options))
+    assert cli.main(["export", str(run), "--to", str(tmp_path / "No"), "--format=gguf"]) == 2
+    assert "--format: given gguf for an adapter alone; allowed: the whole model; add --merge" in capsys.readouterr().err
+    assert cli.main(["export", str(run), "--to", str(tmp_path / "Out"), "--format=gguf", "--merge"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    folder = tmp_path / "Out"
+    assert lines[-2:] == [
+        f"serve it: llama-server -m {folder / 'model.gguf'}",
+        f"or: ollama create out -f {folder / 'Modelfile'}",
+    ]
+    assert sorted(path.name for path in folder.iterdir()) == ["Modelfile", "export.json", "model.gguf"]
+    assert not (tmp_path / "Out.unverified").exists()
+    assert json.loads((folder / "export.json").read_text())["verified"]
+    shutil.rmtree(folder)
+    monkey = pytest.MonkeyPatch()
+    with monkey.context() as patch:
+
+        def full(*args):
+            raise OSError("No space left on device")
+
+        patch.setattr(GGUFExport, "write", full)
+        assert cli.main(["export", str(run), "--to", str(folder), "--format=gguf", "--merge"]) == 2
+    assert "the file was not written: No space left" in capsys.readouterr().err
+    assert (tmp_path / "Out.unverified" / "config.json").exists() and not folder.exists()

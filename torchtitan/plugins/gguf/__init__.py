@@ -1,0 +1,1 @@
+"""Weights for llama.cpp and Ollama: `torchtitan export FOLDER --format gguf`."""
