@@ -204,8 +204,8 @@ class GroupedQueryAttention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245): each key/value head serves several query heads.
 
     It has rotary positions if the layer's kind does. With `qk_norm`, a kind of norm, each head's query and key are
-    normalized before rotation (arXiv:2302.05442, as in Qwen 3). `bias` applies to all four matrices, unless
-    `output_bias` is given for the last one. Scores are scaled by `query_scale` / sqrt(E).
+    normalized before rotation (arXiv:2302.05442, as in Qwen 3), with `over_heads` all heads' at once. `bias` applies to
+    all four matrices, unless `output_bias` is given for the last one. Scores are scaled by `query_scale` / sqrt(E).
 
     Letters of the shapes: B samples, S tokens, D width, H query heads, K key/value heads, E = head_dim.
     """
@@ -218,24 +218,27 @@ class GroupedQueryAttention(nn.Module):
         bias: bool = False,
         query_scale: float = 1.0,
         output_bias: bool | None = None,
+        over_heads: bool = False,
     ):
         super().__init__()
-        self.head_dim, self.query_scale = args.head_dim, query_scale
+        self.head_dim, self.query_scale, self.over_heads = args.head_dim, query_scale, over_heads
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias)
         self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
         self.wv = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias if output_bias is None else output_bias)
-        self.q_norm = qk_norm(args.head_dim, args.norm_eps) if qk_norm else None
-        self.k_norm = qk_norm(args.head_dim, args.norm_eps) if qk_norm else None
+        heads = (args.n_heads, args.num_kv_heads) if over_heads else (1, 1)
+        norms = [qk_norm(n * args.head_dim, args.norm_eps) if qk_norm else None for n in heads]
+        self.q_norm, self.k_norm = norms
         self.kernel = kernel
 
     def forward(self, x: torch.Tensor, shared: SharedInputs) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]"""
         # -1 and not the number of heads: under tensor parallelism a rank has only some of them
-        q = self.wq(x).unflatten(-1, (-1, self.head_dim))  # [B, S, H, E]
-        k = self.wk(x).unflatten(-1, (-1, self.head_dim))  # [B, S, K, E]
-        v = self.wv(x).unflatten(-1, (-1, self.head_dim))  # [B, S, K, E]
-        if self.q_norm is not None:
+        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        if self.over_heads:
+            q, k = self.q_norm(q), self.k_norm(k)
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [B, S, H or K, E]
+        if self.q_norm is not None and not self.over_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.query_scale != 1:
             q = q * self.query_scale

@@ -9,7 +9,7 @@ Letters of the shapes: B samples, S tokens, D = args.dim, V vocabulary.
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import Protocol
 
 import torch
 from torch import nn
@@ -18,6 +18,7 @@ from torchtitan.core.random_draws import Constant, Init, Normal
 from torchtitan.models.attention import AttentionKernel, SharedInputs
 from torchtitan.models.dropout import Dropout, DropoutKernel, EmbeddingNoise, layer_keys
 from torchtitan.models.layers import RMSNorm, SwiGLU, autocast_dtype
+from torchtitan.models.sizes import NormOrder
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.parallelisms.sequence_layout import Tokens, default_positions
 from torchtitan.parallelisms.steps import Notes, Segment, StepChain, Stepwise
@@ -96,9 +97,8 @@ class DecoderArgs(Protocol):
 class ResidualBlock(Stepwise):
     """The parts of a block that do not depend on its feed-forward: attention, norms, dropout and residual connections.
 
-    `norm` makes a norm, by default RMSNorm. `order`: "pre" applies norms before attention and feed-forward, "post"
-    after each residual sum (arXiv:1706.03762). `dropout`: probability for the outputs of attention and feed-forward.
-    Both are multiplied by `residual_multiplier`.
+    `norm` makes a norm, by default RMSNorm. `order`: where they are (models/sizes.py). `dropout`: probability for the
+    outputs of attention and feed-forward. Both are multiplied by `residual_multiplier`.
     """
 
     residual_multiplier = 1.0
@@ -108,7 +108,7 @@ class ResidualBlock(Stepwise):
         args: DecoderArgs,
         attention: nn.Module,
         norm: Callable[[], nn.Module] | None = None,
-        order: Literal["pre", "post"] = "pre",
+        order: NormOrder = "pre",
         dropout: float = 0.0,
     ):
         super().__init__()
@@ -116,26 +116,34 @@ class ResidualBlock(Stepwise):
         self.attention_norm = norm()
         self.attention = attention
         self.ffn_norm = norm()
+        self.attention_post_norm, self.ffn_post_norm = (norm(), norm()) if order == "sandwich" else (None, None)
         self.order = order
         self.attention_dropout = Dropout(dropout, 0) if dropout else None
         self.ffn_dropout = Dropout(dropout, 1) if dropout else None
 
     def attention_residual(self, notes: Notes, x: torch.Tensor) -> torch.Tensor:
         """Apply attention with its norm, dropout and residual connection: [B, S, D] -> [B, S, D]."""
-        y = self.attention(x if self.order == "post" else self.attention_norm(x), notes.shared)
-        h = x + self._addend(y, self.attention_dropout, notes)
+        y = self.attention(self.attention_norm(x) if self.norms_inputs else x, notes.shared)
+        norm = self.attention_norm if self.order == "output" else self.attention_post_norm
+        h = x + self._addend(y, norm, self.attention_dropout, notes)
         return self.attention_norm(h) if self.order == "post" else h
 
     def ffn_input(self, h: torch.Tensor) -> torch.Tensor:
         """Return the input of the feed-forward: [B, S, D] -> [B, S, D]."""
-        return h if self.order == "post" else self.ffn_norm(h)
+        return self.ffn_norm(h) if self.norms_inputs else h
 
     def ffn_residual(self, h: torch.Tensor, y: torch.Tensor, notes: Notes) -> torch.Tensor:
         """Add the feed-forward's output y to the residual stream h, with dropout and norm; all [B, S, D]."""
-        out = h + self._addend(y, self.ffn_dropout, notes)
+        norm = self.ffn_norm if self.order == "output" else self.ffn_post_norm
+        out = h + self._addend(y, norm, self.ffn_dropout, notes)
         return self.ffn_norm(out) if self.order == "post" else out
 
-    def _addend(self, y: torch.Tensor, dropout: Dropout | None, notes: Notes) -> torch.Tensor:
+    @property
+    def norms_inputs(self) -> bool:
+        return self.order in ("pre", "sandwich")
+
+    def _addend(self, y: torch.Tensor, norm: nn.Module | None, dropout: Dropout | None, notes: Notes) -> torch.Tensor:
+        y = y if norm is None else norm(y)
         y = y if dropout is None else dropout(y, notes.shared.keys)
         return y if self.residual_multiplier == 1 else y * self.residual_multiplier
 
@@ -149,7 +157,7 @@ class Block(ResidualBlock):
         attention: nn.Module,
         feed_forward: nn.Module | None = None,
         norm: Callable[[], nn.Module] | None = None,
-        order: Literal["pre", "post"] = "pre",
+        order: NormOrder = "pre",
         dropout: float = 0.0,
     ):
         super().__init__(args, attention, norm, order, dropout)

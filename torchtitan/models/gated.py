@@ -8,35 +8,39 @@ norms are in another order.
 
 from collections.abc import Callable, Mapping
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from types import MappingProxyType
 from typing import Any
 
 import torch
 
-from torchtitan.core.random_draws import Init, Normal
+from torchtitan.core.random_draws import Constant, Init, Normal
 from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention
 from torchtitan.models.decoder import DECODER_PLAN, AttentionKind, Block, Decoder, ResidualBlock
 from torchtitan.models.family import ConfigConverter
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, REORDERED, ROUTER_BIAS, TensorMap
-from torchtitan.models.layers import RMSNorm, Rotary, SwiGLU
+from torchtitan.models.layers import GeGLU, RMSNorm, Rotary, SwiGLU, ZeroCenteredRMSNorm
 from torchtitan.models.sizes import Rope
 from torchtitan.models.spec import HuggingFace, ModelSpec
+from torchtitan.parallelisms.plan import ParallelPlan
 
 
 class GatedDecoder(Decoder):
     """A decoder with sizes of the kind GatedDecoderSizes."""
 
     def __init__(self, args: Any, attention_backend: str = "auto"):
+        norm = norm_of(args)
+
         def block(layer: int, kernel: AttentionKernel) -> ResidualBlock:
             attention = GroupedQueryAttention(
                 args,
                 kernel,
-                RMSNorm if args.qk_norm else None,
+                norm if args.qk_norm else None,
                 bias="attention.wq" in args.biases,
                 query_scale=args.query_scale,
                 output_bias="attention.wo" in args.biases,
+                over_heads=args.qk_norm_over_heads,
             )
             layer_block = self.build_block(args, layer, attention)
             layer_block.residual_multiplier = args.residual_multiplier
@@ -46,8 +50,9 @@ class GatedDecoder(Decoder):
         def kind(rope: Rope | None, window: int) -> AttentionKind:
             return AttentionKind(rope and Rotary(args.head_dim, *rope), window)
 
-        kinds = [kind(args.rope(layer), args.sliding_window) for layer in range(args.n_layers)]
-        super().__init__(args, kinds, block, attention_backend)
+        windows = [0 if args.is_global(layer) else args.sliding_window for layer in range(args.n_layers)]
+        kinds = [kind(args.rope(layer), window) for layer, window in enumerate(windows)]
+        super().__init__(args, kinds, block, attention_backend, norm=norm(args.dim, args.norm_eps))
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Look up and scale the embeddings: [B, S] -> [B, S, D]. The scale is rounded to their dtype."""
@@ -63,20 +68,41 @@ class GatedDecoder(Decoder):
         """Return Decoder's rule, with embeddings of standard deviation 1 after they are scaled."""
         if name.startswith("tok_embeddings.") and not self.args.tied_embeddings:
             return Normal(1 / self.args.embedding_multiplier)
-        return super().init_rule(name)
+        return Constant(0.0) if "norm" in name and self.args.zero_centered else super().init_rule(name)
 
     @staticmethod
     def build_block(args: Any, layer: int, attention: GroupedQueryAttention) -> ResidualBlock:
-        return Block(args, attention, SwiGLU(args.dim, args.ffn_dim, "feed_forward.w1" in args.biases))
+        feed_forward = (GeGLU if args.gelu else SwiGLU)(args.dim, args.ffn_dim, "feed_forward.w1" in args.biases)
+        return Block(args, attention, feed_forward, partial(norm_of(args), args.dim, args.norm_eps), args.norm_order)
+
+
+def norm_of(args: Any) -> type[RMSNorm]:
+    return ZeroCenteredRMSNorm if args.zero_centered else RMSNorm
 
 
 QK_NORM = "attention.[qk]_norm"
-PLAN = replace(DECODER_PLAN, replicated=(QK_NORM,), optional=(QK_NORM,))  # each rank norms its own heads
+POST_NORMS = ("attention_post_norm", "ffn_post_norm")
+PLAN = replace(
+    DECODER_PLAN,
+    replicated=(QK_NORM,),  # each rank norms its own heads
+    sequence=(*DECODER_PLAN.sequence, *POST_NORMS),
+    optional=(QK_NORM, *POST_NORMS),
+)
+NO_NAMES: Mapping[str, str] = MappingProxyType({})
+SANDWICH_NORMS = {
+    "attention_post_norm.weight": "post_attention_layernorm.weight",
+    "ffn_norm.weight": "pre_feedforward_layernorm.weight",
+    "ffn_post_norm.weight": "post_feedforward_layernorm.weight",
+}
+OUTPUT_NORMS = {
+    "attention_norm.weight": "post_attention_layernorm.weight",
+    "ffn_norm.weight": "post_feedforward_layernorm.weight",
+}
 
 
-def tensor_map(args: Any, experts: Mapping[str, str] = MappingProxyType({})) -> TensorMap:
-    """Return the names; `experts`: those of the layers with experts, if there are any."""
-    names = ATTENTION | FEED_FORWARD | (QK_NORMS if args.qk_norm else {}) | experts
+def tensor_map(args: Any, others: Mapping[str, str] = NO_NAMES) -> TensorMap:
+    """Return the names; `others`: those within a layer that a Llama does not have or calls otherwise."""
+    names = ATTENTION | FEED_FORWARD | (QK_NORMS if args.qk_norm else {}) | others
     names |= {f"{name}.bias": names[f"{name}.weight"].removesuffix("weight") + "bias" for name in args.biases}
     turned = {"attention.wq.bias", "attention.wk.bias", *QK_NORMS, *REORDERED}
     return TensorMap(
@@ -89,7 +115,12 @@ def tensor_map(args: Any, experts: Mapping[str, str] = MappingProxyType({})) -> 
     )
 
 
-def gated_spec(build: Callable[..., GatedDecoder], config: ConfigConverter) -> ModelSpec:
-    """Return the spec of a family of gated decoders."""
-    hf = HuggingFace(build=build, tensor_map=tensor_map, config=config)
-    return ModelSpec(build=build, plan=PLAN, hf=hf, flops_per_token=flops_per_token)
+def gated_spec(
+    build: Callable[..., GatedDecoder],
+    config: ConfigConverter,
+    names: Mapping[str, str] = NO_NAMES,
+    plan: ParallelPlan = PLAN,
+) -> ModelSpec:
+    """Return the spec of a family of gated decoders. `names`: see tensor_map."""
+    hf = HuggingFace(build=build, tensor_map=partial(tensor_map, others=names), config=config)
+    return ModelSpec(build=build, plan=plan, hf=hf, flops_per_token=flops_per_token)

@@ -32,6 +32,9 @@ class RopeScaling:
 
 
 Rope = tuple[float, RopeScaling | None]
+NormOrder = Literal["pre", "post", "output", "sandwich"]
+"""Place of a block's norms: before attention and feed-forward, after each residual sum (arXiv:1706.03762), of the
+outputs of both alone (arXiv:2501.00656), or before both and of their outputs."""
 
 
 def check_positive(args: Any, *names: str) -> None:
@@ -153,12 +156,26 @@ class GatedDecoderSizes:
     query_scale = 1.0  # of attention scores, in addition to 1 / sqrt(head_dim)
     logits_divisor = 1.0
     qk_norm = False  # norms of each head's queries and keys
+    qk_norm_over_heads = False  # of all heads' at once
+    norm_order: NormOrder = "pre"
+    zero_centered = False  # norms multiply by 1 + weight
+    gelu = False  # in place of silu
     sliding_window = 0  # number of tokens that a token attends to, with itself; 0: all before it
+    global_interval = 0  # the last of each so many layers has no window
 
     @property
     def biases(self) -> Names:
         """Linear layers of a block with a bias; of a feed-forward all or none."""
         return (*(QKV + WO if self.attention_bias else ()), *(FEED_FORWARD if self.mlp_bias else ()))
+
+    def is_global(self, layer: int) -> bool:
+        """Return True if a layer has no window."""
+        return not self.sliding_window or (self.global_interval > 0 and (layer + 1) % self.global_interval == 0)
+
+    @property
+    def n_global_layers(self) -> int:
+        """Number of layers without a window where others have one."""
+        return sum(map(self.is_global, range(self.n_layers))) if self.sliding_window else 0
 
     def rope(self, layer: int) -> Rope | None:
         """Return theta and scaling of a layer's rotary positions; None if it has none."""
@@ -171,7 +188,11 @@ class GatedDecoderSizes:
     @property
     def norm_widths(self) -> dict[str, int]:
         """Width of each norm of a block, by the name of its weight."""
-        return dict.fromkeys(NORMS, self.dim) | dict.fromkeys(QK_NORMS if self.qk_norm else (), self.head_dim)
+        widths = dict.fromkeys(NORMS + (POST_NORMS if self.norm_order == "sandwich" else ()), self.dim)
+        if self.qk_norm_over_heads:
+            heads = (self.n_heads, self.num_kv_heads)
+            return widths | {name: n * self.head_dim for name, n in zip(QK_NORMS, heads, strict=True)}
+        return widths | dict.fromkeys(QK_NORMS if self.qk_norm else (), self.head_dim)
 
     def block_others(self, layer: int) -> Names:
         return (*self.norm_widths, *(f"{name}.bias" for name in self.biases))

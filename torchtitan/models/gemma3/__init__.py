@@ -11,8 +11,6 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.files import agreed_value
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import (
-    FULL,
-    SLIDING,
     check_supported,
     decoder_config,
     decoder_sizes,
@@ -22,7 +20,8 @@ from torchtitan.models.hf.config import (
     scaling_from_hf,
 )
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
-from torchtitan.models.sizes import POST_NORMS, GatedArgs, RopeScaling, check_positive, check_whole_heads
+from torchtitan.models.hf.layer_kinds import FULL, SLIDING, every_nth, read_interval, rope_of_kind
+from torchtitan.models.sizes import GatedArgs, Rope, RopeScaling, check_positive, check_whole_heads
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -44,22 +43,25 @@ class Gemma3Args(GatedArgs):
     max_seq_len: int = 131072
 
     qk_norm: ClassVar = True
+    norm_order: ClassVar = "sandwich"
+    zero_centered: ClassVar = True
+    gelu: ClassVar = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "sliding_window", "global_interval", "query_scalar")
         check_whole_heads(self)  # transformers' config demands it
 
-    def is_global(self, layer: int) -> bool:
-        return (layer + 1) % self.global_interval == 0
+    @property
+    def embedding_multiplier(self) -> float:
+        return self.dim**0.5
 
     @property
-    def n_global_layers(self) -> int:
-        return self.n_layers // self.global_interval
+    def query_scale(self) -> float:
+        return (self.head_dim / self.query_scalar) ** 0.5
 
-    @property
-    def norm_widths(self) -> dict[str, int]:
-        return super().norm_widths | dict.fromkeys(POST_NORMS, self.dim)
+    def rope(self, layer: int) -> Rope:
+        return super().rope(layer) if self.is_global(layer) else (self.local_rope_theta, None)
 
 
 _debug: dict[str, Any] = dict(dim=256, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=768, vocab_size=2048)
@@ -79,10 +81,6 @@ GEMMA3 = {
 LOCAL, GLOBAL = SLIDING, FULL
 
 
-def _layer_types(n_layers: int, interval: int) -> list[str]:
-    return [GLOBAL if (layer + 1) % interval == 0 else LOCAL for layer in range(n_layers)]
-
-
 def _to_hf(args: Gemma3Args, dtype: Any = "float32") -> dict[str, Any]:
     """Return the fields of transformers' Gemma3TextConfig."""
     gemma3_fields = {
@@ -91,7 +89,7 @@ def _to_hf(args: Gemma3Args, dtype: Any = "float32") -> dict[str, Any]:
         "head_dim": args.head_dim,
         "hidden_activation": "gelu_pytorch_tanh",
         "intermediate_size": args.ffn_dim,
-        "layer_types": _layer_types(args.n_layers, args.global_interval),
+        "layer_types": every_nth(args.n_layers, args.global_interval),
         "query_pre_attn_scalar": args.query_scalar,
         "rope_local_base_freq": args.local_rope_theta,
         "sliding_window": args.sliding_window,
@@ -126,22 +124,14 @@ def _from_hf(config: Mapping[str, Any]) -> Gemma3Args:
         ffn_dim=config["intermediate_size"],
         head_dim=read_number(config, "head_dim", 256),
         sliding_window=read_number(config, "sliding_window", 4096),
-        global_interval=_read_interval(config, sizes["n_layers"]),
+        global_interval=read_interval(config, sizes["n_layers"], "layer_types", "sliding_window_pattern", 6),
         query_scalar=read_number(config, "query_pre_attn_scalar", 256),
     )
 
 
-def _rope_of(config: Mapping[str, Any], kind: str) -> Any:
-    """Return the entry of rope_parameters for a kind of layers. Raises JobError for other entries."""
-    tables = config.get("rope_parameters") or {}
-    if not isinstance(tables, Mapping) or tables.keys() - {LOCAL, GLOBAL}:
-        raise JobError(f"rope_parameters = {tables!r}; allowed: an object with {LOCAL} and {GLOBAL}")
-    return tables.get(kind)
-
-
 def _local_theta(config: Mapping[str, Any]) -> float:
     """Return theta of the local layers, which transformers 4 writes as rope_local_base_freq."""
-    table = _rope_of(config, LOCAL)
+    table = rope_of_kind(config, LOCAL)
     theta = read_number(config, "rope_local_base_freq", 10000.0)
     rope = rope_config({"rope_parameters": table}, theta)
     check_supported(rope, {"rope_type": "default"})
@@ -158,27 +148,7 @@ def _global_part(config: Mapping[str, Any]) -> dict[str, Any]:
         raise JobError(
             f"rope_scaling = {scaling!r}; allowed: a table with rope_type, as transformers ignores type in this family"
         )
-    return {**config, "rope_parameters": _rope_of(config, GLOBAL)}
-
-
-def _read_interval(config: Mapping[str, Any], n_layers: int) -> int:
-    """Return the global interval from a list of layer types or, without one, from the pattern's length."""
-    interval, private = read_number(config, "sliding_window_pattern", 6), config.get("_sliding_window_pattern")
-    if (types := config.get("layer_types")) is None:
-        sources = {"sliding_window_pattern or its default": interval, "_sliding_window_pattern": private}
-        return agreed_value("the layers with a sliding window", sources, "set sliding_window_pattern to the right one")
-    if "sliding_window_pattern" in config and types == _layer_types(n_layers, interval):
-        return interval
-    if isinstance(types, list) and GLOBAL in types:
-        interval = types.index(GLOBAL) + 1
-    elif interval <= n_layers:
-        interval = n_layers + 1
-    if types != _layer_types(n_layers, interval):
-        raise JobError(
-            f"layer_types = {types!r}; allowed: {n_layers} entries, {GLOBAL!r} for every n-th layer and {LOCAL!r} for "
-            "all others"
-        )
-    return interval
+    return {**config, "rope_parameters": rope_of_kind(config, GLOBAL)}
 
 
 USED = ("head_dim", "hidden_activation", "layer_types", "query_pre_attn_scalar", "rope_local_base_freq")

@@ -399,31 +399,6 @@ def _agreed_theta(name: str, table: Mapping[str, Any], config: Mapping[str, Any]
     return agreed_value("rope_theta", sources, "remove the one that the model was not trained with")
 
 
-SLIDING, FULL = "sliding_attention", "full_attention"
-"""transformers' names of the kinds of layers."""
-
-
-def only_layer_type(config: Mapping[str, Any]) -> str | None:
-    """Return the one kind that all layers have by `layer_types`; None without this key. JobError for several kinds."""
-    types = config.get("layer_types")
-    if types is None:
-        return None
-    kinds = set(types) if isinstance(types, list) and all(isinstance(kind, str) for kind in types) else set()
-    if len(kinds) != 1 or not kinds <= {SLIDING, FULL} or len(types) != config["num_hidden_layers"]:
-        raise JobError(
-            f"layer_types = {types!r}; allowed: {config['num_hidden_layers']} equal entries, {FULL!r} or {SLIDING!r}, "
-            "as all layers of this family are alike"
-        )
-    return str(types[0])
-
-
-def check_full_attention(config: Mapping[str, Any]) -> None:
-    """Raise JobError if a layer of the Qwen families has a sliding window, which they do not have here."""
-    check_supported(config, {"use_sliding_window": False})  # without it a sliding_window has no effect
-    if only_layer_type(config) == SLIDING:
-        raise JobError(f"layer_types has {SLIDING!r}, but this model only has {FULL!r}")
-
-
 def decoder_sizes(config: Mapping[str, Any], max_seq_len: int, *more: str, theta: float = 10000.0) -> dict[str, Any]:
     """Return the arguments of a decoder that `decoder_config` writes, except the number of key/value heads.
 

@@ -9,16 +9,9 @@ from typing import Any, ClassVar
 
 from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigConverter, Family
-from torchtitan.models.hf.config import (
-    FULL,
-    SLIDING,
-    check_supported,
-    gated_config,
-    gated_sizes,
-    only_layer_type,
-    read_number,
-)
+from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_number
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
+from torchtitan.models.hf.layer_kinds import FULL, SLIDING, only_layer_type
 from torchtitan.models.sizes import GatedArgs, check_not_negative
 
 

@@ -8,8 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchtitan.models.family import ConfigConverter, Family
-from torchtitan.models.hf.config import check_full_attention, check_supported, gated_config, gated_sizes
+from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
+from torchtitan.models.hf.layer_kinds import check_full_attention
 from torchtitan.models.sizes import GatedArgs
 
 

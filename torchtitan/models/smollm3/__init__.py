@@ -7,17 +7,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigConverter, Family
-from torchtitan.models.hf.config import (
-    check_full_attention,
-    check_supported,
-    gated_config,
-    gated_sizes,
-    read_biases,
-    read_number,
-)
+from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_biases
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
+from torchtitan.models.hf.layer_kinds import check_full_attention, every_nth, read_interval
 from torchtitan.models.sizes import GatedArgs, Rope, check_positive
 
 
@@ -49,10 +42,6 @@ SMOLLM3 = {
 }
 
 
-def _rope_layers(n_layers: int, interval: int) -> list[int]:
-    return [int((layer + 1) % interval != 0) for layer in range(n_layers)]
-
-
 def _to_hf(args: SmolLM3Args, dtype: Any = "float32") -> dict[str, Any]:
     """Return the fields of transformers' SmolLM3Config."""
     smollm3_fields = {
@@ -60,7 +49,7 @@ def _to_hf(args: SmolLM3Args, dtype: Any = "float32") -> dict[str, Any]:
         "model_type": "smollm3",
         "mlp_bias": args.mlp_bias,
         "no_rope_layer_interval": args.no_rope_interval,
-        "no_rope_layers": _rope_layers(args.n_layers, args.no_rope_interval),
+        "no_rope_layers": every_nth(args.n_layers, args.no_rope_interval, 0, 1),
         "use_sliding_window": False,
     }
     return gated_config(args, dtype) | smollm3_fields
@@ -70,22 +59,9 @@ def _from_hf(config: Mapping[str, Any]) -> SmolLM3Args:
     check_supported(config, {"hidden_act": "silu"})
     sizes = gated_sizes(config, 32768, kv_heads=4, theta=2000000.0)
     check_full_attention(config)
-    interval = _read_interval(config, sizes["n_layers"])
+    interval = read_interval(config, sizes["n_layers"], "no_rope_layers", "no_rope_layer_interval", 4, 0, 1)
     tied = config.get("tie_word_embeddings", True)
     return SmolLM3Args(**sizes | {"tied_embeddings": tied}, no_rope_interval=interval, **read_biases(config))
-
-
-def _read_interval(config: Mapping[str, Any], n_layers: int) -> int:
-    """Return the interval of layers without rotary positions, from a list of layers or, without one, its key."""
-    layers, interval = config.get("no_rope_layers"), read_number(config, "no_rope_layer_interval", 4)
-    if layers is None or (interval > 0 and layers == _rope_layers(n_layers, interval)):
-        return interval
-    interval = layers.index(0) + 1 if isinstance(layers, list) and 0 in layers else n_layers + 1
-    if layers != _rope_layers(n_layers, interval):
-        raise JobError(
-            f"no_rope_layers = {layers!r}; allowed: {n_layers} entries, 0 for every n-th layer, 1 for others"
-        )
-    return interval
 
 
 USED = ("head_dim", "mlp_bias", "no_rope_layers", "no_rope_layer_interval", "use_sliding_window", "layer_types")

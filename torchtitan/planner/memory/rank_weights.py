@@ -44,6 +44,8 @@ def _size(args: Any, name: str, linears: Sizes, tp: int) -> float:
     module = name.removesuffix(".bias")
     if module in linears:
         return linears[module][0] / (tp if split_side(module) == 0 else 1)
+    if name in getattr(args, "norm_widths", ()):
+        return args.norm_widths[name]
     if "router" in name:
         return args.dim * args.n_experts
     latent = {"attention.kv_norm.weight": "kv_lora_rank", "attention.k_norm.weight": "head_dim"}.get(name)

@@ -1,0 +1,76 @@
+"""config.json: the layers that have a sliding window, rotary positions of their own, or none. No torch."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from torchtitan.core.errors import JobError
+from torchtitan.core.files import agreed_value
+from torchtitan.models.hf.config import check_supported, read_number
+
+SLIDING, FULL = "sliding_attention", "full_attention"
+"""transformers' names of the kinds of layers."""
+
+
+def only_layer_type(config: Mapping[str, Any]) -> str | None:
+    """Return the one kind that all layers have by `layer_types`; None without this key. JobError for several kinds."""
+    types = config.get("layer_types")
+    if types is None:
+        return None
+    kinds = set(types) if isinstance(types, list) and all(isinstance(kind, str) for kind in types) else set()
+    if len(kinds) != 1 or not kinds <= {SLIDING, FULL} or len(types) != config["num_hidden_layers"]:
+        raise JobError(
+            f"layer_types = {types!r}; allowed: {config['num_hidden_layers']} equal entries, {FULL!r} or {SLIDING!r}, "
+            "as all layers of this family are alike"
+        )
+    return str(types[0])
+
+
+def check_full_attention(config: Mapping[str, Any]) -> None:
+    """Raise JobError if a layer of the Qwen families has a sliding window, which they do not have here."""
+    check_supported(config, {"use_sliding_window": False})  # without it a sliding_window has no effect
+    if only_layer_type(config) == SLIDING:
+        raise JobError(f"layer_types has {SLIDING!r}, but this model only has {FULL!r}")
+
+
+def every_nth(n_layers: int, interval: int, last: Any = FULL, other: Any = SLIDING) -> list[Any]:
+    """Return an entry for each layer: `last` for every `interval`-th one, `other` for all before it."""
+    return [other if (layer + 1) % interval else last for layer in range(n_layers)]
+
+
+def read_interval(
+    config: Mapping[str, Any],
+    n_layers: int,
+    entries_key: str,
+    interval_key: str,
+    default: int,
+    last: Any = FULL,
+    other: Any = SLIDING,
+) -> int:
+    """Return the interval of an `every_nth`: from its entries or, without them, from a key with its default.
+
+    transformers writes this key with an underscore too. Raises JobError for other entries.
+    """
+    interval, private = read_number(config, interval_key, default), config.get(f"_{interval_key}")
+    if (entries := config.get(entries_key)) is None:
+        sources = {f"{interval_key} or its default": interval, f"_{interval_key}": private}
+        return agreed_value("the layers of each kind", sources, f"set {interval_key} to the right one")
+    if interval_key in config and interval > 0 and entries == every_nth(n_layers, interval, last, other):
+        return interval
+    if isinstance(entries, list) and last in entries:
+        interval = entries.index(last) + 1
+    elif interval <= n_layers:
+        interval = n_layers + 1
+    if entries != every_nth(n_layers, interval, last, other):
+        raise JobError(
+            f"{entries_key} = {entries!r}; allowed: {n_layers} entries, {last!r} for every n-th layer and {other!r} "
+            "for all others"
+        )
+    return interval
+
+
+def rope_of_kind(config: Mapping[str, Any], kind: str) -> Any:
+    """Return the entry of rope_parameters for a kind of layers. Raises JobError for other entries."""
+    tables = config.get("rope_parameters") or {}
+    if not isinstance(tables, Mapping) or tables.keys() - {SLIDING, FULL}:
+        raise JobError(f"rope_parameters = {tables!r}; allowed: an object with {SLIDING} and {FULL}")
+    return tables.get(kind)
