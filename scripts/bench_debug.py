@@ -98,7 +98,7 @@ MOE_SIZES = {
     "v_head_dim": 128,
     "bias_rate": 0.001,
 }
-"""Sizes of torchtitan v0.2.2's debug model with experts that differ from ours; the two are compared."""
+"""Sizes of the debug model with experts of PyTorch's torchtitan v0.2.2 that differ from ours; the two are compared."""
 PLANS: dict[str, tuple[int, int, dict[str, str]]] = {
     "one rank": (1, 1, SECOND),
     "FSDP 2": (2, 2, SECOND),

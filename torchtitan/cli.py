@@ -5,17 +5,15 @@ Modules are imported on demand, so that only the commands that need torch wait f
 
 import difflib
 import importlib
-import importlib.metadata
 import os
 import sys
 import traceback
 from collections.abc import Callable
-from pathlib import Path
 from pkgutil import resolve_name
 from typing import NoReturn
 
 from torchtitan.commands import COMMANDS
-from torchtitan.core import plugins
+from torchtitan.core import distributions, plugins
 from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.core.machine_errors import MachineError
 from torchtitan.core.plugins import missing_plugin, place_of
@@ -27,8 +25,6 @@ USAGE = "usage: torchtitan COMMAND [--help] [arguments]\n\n" + "\n".join(f"  {c:
 USAGE += "\n\n  --version  of this package and of torch"
 COMPUTING = ("train", "bench", "sweep", "generate", "evaluate", "chat", "replay", "export")
 """Commands that compute with the tensors of a model, or whose processes do."""
-OTHER = "torchtitan"
-"""The name of PyTorch's distribution, whose package has the name of ours."""
 CRASHED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 
 
@@ -47,10 +43,10 @@ def _dispatch(argv: list[str]) -> int:
         print(USAGE)
         return 0 if argv else REFUSED
     if argv[0] == "--version":
-        print(", ".join(f"{name} {_version(name)}" for name in ("torchtitan-toml", "torch")))
+        print(distributions.describe_versions())
         return 0
-    if other := other_distribution():
-        raise JobError(other)
+    if problem := distributions.describe_overwritten():
+        raise JobError(problem)
     command, *arguments = argv
     if command not in COMMANDS:
         near = difflib.get_close_matches(command, COMMANDS, n=1)
@@ -72,37 +68,6 @@ def _dispatch(argv: list[str]) -> int:
     with no_gc_during_imports():
         main = resolve_name(function_of(command))
     return main(arguments)
-
-
-def _version(name: str) -> str:
-    try:
-        return importlib.metadata.version(name)
-    except importlib.metadata.PackageNotFoundError:
-        return "(not installed)"
-
-
-def other_distribution() -> str:
-    """Describe PyTorch's torchtitan in this environment if its files lie among ours; "" without it.
-
-    Both distributions install a package of this name, and the later one has overwritten files of the earlier.
-    """
-    try:
-        other = importlib.metadata.distribution(OTHER)
-    except importlib.metadata.PackageNotFoundError:
-        return ""
-    package = Path(__file__).resolve().parent
-    for file in other.files or ():
-        if (
-            file.suffix == ".py"
-            and file.parts[0] == package.name
-            and Path(str(other.locate_file(file))).resolve().is_relative_to(package)
-        ):
-            return (
-                f"{package} holds files of two distributions, PyTorch's {OTHER} {other.version} and torchtitan-toml: "
-                "each has overwritten files of the other; install one of them in another environment (pip uninstall "
-                f"{OTHER} torchtitan-toml, then pip install torchtitan-toml)"
-            )
-    return ""
 
 
 def function_of(command: str) -> str:

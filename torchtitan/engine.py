@@ -1,5 +1,9 @@
 """The Python API: drive a job step by step, with losses, batches and callbacks of your own (docs/python.md)."""
 
+from torchtitan.core import distributions
+
+distributions.require_one()  # before modules of which PyTorch's torchtitan may have overwritten some
+
 from torchtitan.core.callbacks import Callback
 from torchtitan.losses.log_probs import LossError, LossFunction, LossInputs
 from torchtitan.training.callbacks import CallbackError

@@ -204,23 +204,3 @@ def test_a_child_of_a_parent_that_is_gone_does_not_start(tmp_path):
     command = tied_command(["true"])
     command[2] = "999999:15"
     assert run(command).returncode == 128 + signal.SIGKILL
-
-
-@pytest.mark.parametrize("overwritten", [True, False])
-def test_pytorchs_distribution_among_our_files_is_said_in_a_line(overwritten, tmp_path, monkeypatch, capsys):
-    from torchtitan import cli
-
-    info = tmp_path / "torchtitan-0.2.2.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torchtitan\nVersion: 0.2.2\n")
-    package = tmp_path / "torchtitan"
-    if overwritten:
-        package.symlink_to(ROOT / "torchtitan")  # the same folder, as in site-packages
-    else:
-        package.mkdir()
-        (package / "train.py").touch()
-    (info / "RECORD").write_text("torchtitan/train.py,,\ntorchtitan-0.2.2.dist-info/METADATA,,\n")
-    monkeypatch.syspath_prepend(tmp_path)
-    assert cli.main(["list", "jobs"]) == (2 if overwritten else 0)
-    error = capsys.readouterr().err
-    assert ("PyTorch's torchtitan 0.2.2 and torchtitan-toml" in error) == overwritten and "Traceback" not in error

@@ -61,11 +61,6 @@ def test_without_a_job_the_error_suggests_commands(ranks, capsys, monkeypatch):
     assert "torchtitan train debug_model" in errors and "torchtitan init my_job.toml" in errors
 
 
-def test_version(capsys):
-    assert cli.main(["--version"]) == 0
-    assert capsys.readouterr().out.startswith("torchtitan-toml ")
-
-
 # A first job
 
 

@@ -19,7 +19,7 @@ def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
     source.mkdir()
-    for name in ("pyproject.toml", "README.md"):
+    for name in ("pyproject.toml", "README.md", "torchtitan_toml.py"):
         shutil.copy(ROOT / name, source)
     for name in ("torchtitan", "train_configs", "tests/assets/tokenizer"):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))

@@ -3,7 +3,7 @@
     torchtitan convert outputs/debug model_hf                         a run's newest checkpoint, for other programs
     torchtitan convert Llama-3.2-1B llama                             a folder of Hugging Face, as a native export
     torchtitan convert Llama-3.2-1B llama.safetensors --dtype bfloat16
-    torchtitan convert step-1000 model_hf --model.name llama3.1 --model.flavor 8B      torchtitan's own checkpoint
+    torchtitan convert step-1000 model_hf --model.name llama3.1 --model.flavor 8B      from PyTorch's torchtitan
     torchtitan convert outputs/debug titan/step-0 --to torchtitan-main                 the way back to it
     torchtitan convert Llama-2-7b larger --add-tokens '<|im_start|>' '<|im_end|>' --vocab-multiple 64
 

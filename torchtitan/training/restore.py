@@ -193,8 +193,8 @@ class Restorer:
                     "%s has no %s: the head starts from its initial weights", location, ", ".join(sorted(missing))
                 )
             checkpointer.refuse_not_finite(Path(path))
-            owner = {"hf": "Hugging Face's", "torchtitan": "torchtitan's own"}[kind]
-            logger.info("started from %s weights in %s", owner, location)
+            owner = {"hf": "Hugging Face", "torchtitan": "PyTorch's torchtitan"}[kind]
+            logger.info("started from weights of %s in %s", owner, location)
             if options.initial_load_counters and (counters := counters_of(kind, location)):
                 checkpointer.hooks.load_state(counters._asdict() | {SCHEDULE_START: counters.step}, [])
         if adapter is not None and not checkpointer.loaded_adapter:
