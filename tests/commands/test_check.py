@@ -73,8 +73,9 @@ def test_memory_estimates_of_valid_jobs_come_last(rehearsals, capsys, tmp_path):
         (tmp_path / f"{name}.toml").write_text(f'[model]\ntokenizer_path = "{TOKENIZER}"\n{more}')
     code, out, err = run(capsys, "a.toml", "b.toml", "c.toml", "--device=cpu", "--training.seq_len=64", memory=True)
     assert code == 2 and "training.steps" in err
-    # a job is only called OK after a step of it was rehearsed
-    order = [out.index(text) for text in ("a.toml: OK", "memory of 1\n", "c.toml: OK", "memory of 2\n")]
+    # what costs nothing comes first, and a job is only called OK after a step of it was rehearsed
+    lines = [f"{name}.toml: no faults\n|memory of {number}\n{name}.toml: OK\n" for number, name in ((1, "a"), (2, "c"))]
+    order = [out.index(text) for text in "|".join(lines).split("|")]
     assert order == sorted(order)
     tail = ["--training.seq_len=64", "--world-size=1", "--device=cpu", "--no-remedies"]
     assert rehearsals.asked == [["--job.config_file", name, *tail] for name in ("a.toml", "c.toml")]
@@ -93,7 +94,15 @@ def test_memory_estimates_of_valid_jobs_come_last(rehearsals, capsys, tmp_path):
 def test_a_failed_estimate_does_not_fail_the_check(result, last_line, rehearsals, capsys):
     rehearsals.given = subprocess.CompletedProcess([], *result)
     code, out, err = run(capsys, f"--model.tokenizer_path={TOKENIZER}", memory=True)
-    assert (code, err) == (0, "") and out.splitlines()[-1].endswith(last_line)
+    assert (code, err) == (0, "") and out.splitlines()[-2].endswith(last_line)
+
+
+def test_the_summary_does_not_wait_for_the_memory(capsys, monkeypatch):
+    printed = []
+    monkeypatch.setattr(command, "_memory", lambda arguments: printed.append(capsys.readouterr().out) or ("", ""))
+    code, out, _ = run(capsys, f"--model.tokenizer_path={TOKENIZER}", memory=True)
+    assert code == 0 and out == "the default job: OK\n"
+    assert printed[0].startswith("the default job: no faults\n") and "  schedule  peak" in printed[0]
 
 
 def test_a_job_whose_step_fails_is_not_ok(rehearsals, capsys):
@@ -147,7 +156,7 @@ def test_records_that_train_no_end_token_are_counted(capsys, tmp_path):
 def test_a_job_is_checked_without_torch(rehearsals, monkeypatch, capsys):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     code, out, _ = run(capsys, f"--model.tokenizer_path={TOKENIZER}", memory=True)
-    assert code == 0 and out.endswith("\n  memory    not foretold: torch is not installed\n")
+    assert code == 0 and "\n  memory    not foretold: torch is not installed\nthe default job: OK\n" in out
     assert rehearsals.asked == []
 
 

@@ -279,6 +279,11 @@ def test_header_without_a_peak(tmp_path):
     assert header.startswith("7.2 M parameters, ") and header.endswith("no MFU: no peak is known for a cpu device")
 
 
+def test_the_header_of_a_bidirectional_model_has_one_count(tmp_path):
+    header = build(tmp_path, flops_per_token_full=5e9, flops_per_token_causal=5e9).header()
+    assert "FLOP per token, no MFU" in header and "causal" not in header
+
+
 # Console
 
 
@@ -293,6 +298,8 @@ def test_console_line():
     other = console.training_line(record_of(12, loss=10.1, grad_norm=None, tokens_per_second=1_234_567.0), 40, 4000)
     assert len(other) == len(line) and "grad       -" in other and "1h 06m left" in other
     assert "lr" not in console.training_line(record_of(7), 40, 1.0, log_lr=False)
+    of_pairs = console.training_line(record_of(7, reward_accuracy=0.8125), 40, 35.2)
+    assert of_pairs == line.replace("  lr", "  reward accuracy 0.812  lr")
 
 
 def test_colour_changes_no_text():

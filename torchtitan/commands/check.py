@@ -177,26 +177,30 @@ def _judged(argv: list[str], options: argparse.Namespace) -> JobVerdict:
 
 
 def _look_further(argv: list[str], facts: Facts, verdict: JobVerdict, options: argparse.Namespace) -> None:
-    """Predict the memory of a job without faults, and print its summary. The prediction shows if the step fails."""
+    """Print the summary of a job without faults, then predict its memory, which shows if its step fails."""
     config = facts.config
     # nothing follows a printed job, so that it can be read as a file
     has_memory = not (options.no_memory or config.job.print_config)
-    if has_memory:
-        estimate_args = argv or [f"--model.name={config.model.name}"]  # estimate refuses to run without a job
-        sizes = [f"--world-size={facts.job.world_size}", f"--device={facts.job.device_type}"]
-        verdict.memory, verdict.failure = _memory([*estimate_args, *sizes])
+    if not options.json:
+        lines = [f"{verdict.job}: {'no faults' if has_memory else 'OK'}", summary(facts)]
+        lines += [wrap_lines(f"  ends      {line}") for line in [end_token_line(facts)] if line]
+        lines += [wrap_lines(f"  trial     {facts.notice}")] * bool(facts.notice)
+        if not has_memory:
+            more = "`torchtitan estimate` with the same words foretells the most that a rank has at once"
+            lines.append(f"  memory    {more}")
+        print("\n".join(lines + [to_toml(config)] * config.job.print_config), flush=True)
+    if not has_memory:
+        return
+    estimate_args = argv or [f"--model.name={config.model.name}"]  # estimate refuses to run without a job
+    sizes = [f"--world-size={facts.job.world_size}", f"--device={facts.job.device_type}"]
+    verdict.memory, verdict.failure = _memory([*estimate_args, *sizes])
     if options.json:
         return
     if verdict.failure:
         message = f"a step of it fails: {verdict.failure}; `torchtitan estimate` with the same words shows where"
         print(wrap_lines(f"{verdict.job}: {message}"), file=sys.stderr)
-    lines = [f"{verdict.job}: {'not OK' if verdict.failure else 'OK'}", summary(facts)]
-    lines += [wrap_lines(f"  ends      {line}") for line in [end_token_line(facts)] if line]
-    lines += [wrap_lines(f"  trial     {facts.notice}")] * bool(facts.notice)
-    if not has_memory:
-        lines.append("  memory    `torchtitan estimate` with the same words foretells the most that a rank has at once")
-    lines += [to_toml(config)] * config.job.print_config + [verdict.memory] * bool(verdict.memory)
-    print("\n".join(lines), flush=True)
+    result = f"{verdict.job}: {'not OK' if verdict.failure else 'OK'}"
+    print("\n".join([verdict.memory] * bool(verdict.memory) + [result]), flush=True)
 
 
 def _memory(estimate_args: list[str]) -> tuple[str, str]:

@@ -21,6 +21,8 @@ def training_line(
         paint(f"loss {record['loss']:8.4f}", GREEN),
         f"grad {'-' if record['grad_norm'] is None else format(record['grad_norm'], '.3f'):>7}",
     ]
+    if "reward_accuracy" in record:
+        parts.append(f"reward accuracy {record['reward_accuracy']:.3f}")
     if log_lr:
         parts.append(f"lr {record['lr']:.2e}")
     parts.append(paint(f"{record['tokens_per_second']:>9,.0f} tok/s", CYAN))

@@ -112,10 +112,9 @@ class MetricsLogger:
     def header(self) -> str:
         """Return one line with the model's size, its FLOPs per token, and the peak that MFU is relative to."""
         size = f"{console.quantity(self.num_parameters).strip()} parameters"
-        flops = (
-            f"{console.quantity(self.causal)}FLOP per token (attention causal; "
-            f"{console.quantity(self.full)}FLOP counting it in full)"
-        )
+        flops = f"{console.quantity(self.causal)}FLOP per token"
+        if self.full != self.causal:  # a bidirectional model has one count
+            flops += f" (attention causal; {console.quantity(self.full)}FLOP counting it in full)"
         mfu = f"MFU against {self.peak.reason}" if self.peak.flops else f"no MFU: {self.peak.reason}"
         return f"{size}, {flops}, {mfu}"
 
