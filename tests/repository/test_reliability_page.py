@@ -8,7 +8,14 @@ import pytest
 from tests.support.jobs import ROOT
 
 PAGE = (ROOT / "docs/reliability.md").read_text()
-NAMED = sorted(set(re.findall(r"`((?:\w+/)?test_\w+\.py)::(test_\w+)`", PAGE)))
+
+
+def named_tests(text: str) -> list[tuple[str, str]]:
+    """Return the tests that a page names, as file and function."""
+    return sorted(set(re.findall(r"`((?:\w+/)?test_\w+\.py)::(test_\w+)`", text)))
+
+
+NAMED = named_tests(PAGE)
 
 
 @pytest.mark.parametrize("file", sorted({file for file, _ in NAMED}))
