@@ -40,6 +40,7 @@ PAGES = [
 ]
 BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 NO_OPTIONS = {
+    "gguf",
     "jsonl",
     "png",
     "py",
@@ -276,7 +277,7 @@ def check_without_running(command: Command) -> None:
         assert program != "run_tests.sh" or os.access(ROOT / program, os.X_OK)
         assert all((ROOT / argument).exists() for argument in arguments[1:] if argument.endswith((".py", ".sh")))
     else:
-        assert program in ("ruff", "mypy"), f"a command that this test does not know: {command.line}"
+        assert program in ("ruff", "mypy", "ollama"), f"a command that this test does not know: {command.line}"
 
 
 @pytest.mark.parametrize("command", commands(), ids=lambda command: f"{command.page}: {command.line}"[:70])
