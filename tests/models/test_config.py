@@ -123,6 +123,10 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
     "qwen2": ((*DECODER, "head_dim"), ("num_key_value_heads",)),
     "qwen3": ((*DECODER, "head_dim"), ("num_key_value_heads",)),
     "qwen3_moe": ((*DECODER[1:], "head_dim", "router_aux_loss_coef"), ()),
+    "mixtral": (
+        (*DECODER, "head_dim", "sliding_window", "router_aux_loss_coef"),
+        (DECODER[0], "head_dim", "sliding_window"),
+    ),
     "deepseek v3": (
         (*DECODER[1:], "first_k_dense_replace", "q_lora_rank", "n_group", "topk_group", "routed_scaling_factor")
         + ("aux_loss_alpha", "num_nextn_predict_layers"),

@@ -64,6 +64,8 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("mistral", "7B-v0.2"): 7_241_732_096,
     ("mistral", "7B-v0.3"): 7_248_023_552,
     ("mistral", "Nemo-12B"): 12_247_782_400,
+    ("mixtral", "8x7B"): 46_702_792_704,
+    ("mixtral", "8x22B"): 140_620_634_112,
     ("qwen2", "0.5B"): 494_032_768,
     ("qwen2", "1.5B"): 1_543_714_304,
     ("qwen2", "3B"): 3_085_938_688,

@@ -12,11 +12,13 @@ from transformers import CONFIG_MAPPING
 from tests.support.hf_parity import (
     build,
     check_names_convert_both_ways,
+    close,
     compare,
     configs,
     exact,
     refuse_config,
     save_and_load,
+    tokens_for,
     twin,
 )
 from tests.support.tiny_decoders import GATED
@@ -24,6 +26,7 @@ from torchtitan.adapters.low_rank import LoRA
 from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES
+from torchtitan.models.sizes import STACK
 from torchtitan.models.spec import MODELS
 
 FAMILIES = list(dict.fromkeys(shape.split()[0] for shape in GATED))
@@ -74,7 +77,8 @@ def test_factors_of_low_rank_adapters_are_trained(shape):
         torch.nn.init.normal_(parameter)
     model(torch.arange(12)[None]).square().sum().backward()
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
-    assert len(trained) == 2 * len(args.block_linears(0)) * args.n_layers
+    linear_layers = [name for layer in range(args.n_layers) for name in args.block_linears(layer)]
+    assert len(trained) == sum(6 if name == STACK else 2 for name in linear_layers)  # experts have three matrices
     assert all(p.grad.any() for p in trained.values())
 
 
@@ -84,6 +88,9 @@ def test_factors_of_low_rank_adapters_are_trained(shape):
         ("smollm3", {"no_rope_interval": 0}, "no_rope_interval = 0: must be at least 1"),
         ("llama3 biased", {"head_width": 7}, "head_width = 7: must be even"),
         ("llama3 biased", {"head_width": 0}, "head_dim = 0: must be at least 1"),
+        ("mixtral", {"sliding_window": -1}, "sliding_window = -1: must not be negative"),
+        ("mixtral", {"top_k": 7}, "top_k = 7 with n_experts = 6"),
+        ("mixtral", {"n_kv_heads": 3}, "n_kv_heads = 3 with n_heads = 4.*divide"),
     ],
 )
 def test_impossible_sizes_are_refused(shape, change, message):
@@ -97,6 +104,12 @@ def test_impossible_sizes_are_refused(shape, change, message):
         ("smollm3", {"no_rope_layers": [0, 1, 0]}, r"no_rope_layers = \[0, 1, 0\]; allowed: 3 entries"),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window = True, but this model"),
         ("llama3 biased", {"mlp_bias": 1}, "mlp_bias = 1; allowed: true or false"),
+        ("mixtral", {"model_type": "mistral"}, "model_type = 'mistral', but this model is a mixtral"),
+        ("mixtral", {"num_local_experts": None}, "no whole number above 0 for num_local_experts"),
+        ("mixtral", {"num_experts": 4}, "num_local_experts"),
+        ("mixtral", {"sliding_window": 0}, "sliding_window = 0; allowed: a number of tokens, or null for none"),
+        ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1, but this model only has 0.0"),
+        ("mixtral", {"attention_bias": True}, "attention_bias = True"),
         *((shape, {"hidden_act": "relu"}, "hidden_act = 'relu', but this model only has") for shape in GATED),
         *((shape, {"attention_sinks": 4}, "attention_sinks") for shape in GATED),
     ],
@@ -104,3 +117,39 @@ def test_impossible_sizes_are_refused(shape, change, message):
 def test_a_config_of_another_model_is_refused(shape, change, message):
     spec, args, *_ = parts(shape)
     refuse_config(args, spec.hf, change, message)
+
+
+@pytest.mark.parametrize("n_layers", [1, 3])
+@pytest.mark.parametrize("shape", ["mixtral", "mixtral window"])
+def test_the_auxiliary_loss_of_experts_is_that_of_transformers(shape, n_layers):
+    """Of a sequence, as the mean over the layers; transformers joins the layers before it judges their balance."""
+    spec, args, reference, config_class = parts(shape)
+    args = dataclasses.replace(args, n_layers=n_layers, aux_loss_weight=0.3)
+    model = build(spec.build, args, dtype=torch.float64).train()
+    hf_model = twin(reference, config_class, model, spec.hf, torch.float64)
+    tokens = tokens_for(args, 1, 20)
+    spec.balance.set_aux_loss_scale(model, 1 / tokens.numel())
+    (0 * model(tokens)).sum().backward()
+    logits = hf_model(tokens, output_router_logits=True).router_logits
+    losses = [
+        sys.modules[reference.__module__].load_balancing_loss_func((of_layer,), args.n_experts, args.top_k)
+        for of_layer in logits
+    ]
+    loss = hf_model.config.router_aux_loss_coef * torch.stack(losses).mean()
+    loss.backward()
+    assert spec.balance.take_aux_loss(model).item() / tokens.numel() == pytest.approx(loss.item(), rel=1e-6)
+    for layer in range(n_layers):
+        ours = model.get_parameter(f"layers.{layer}.moe.router.gate.weight").grad
+        assert close(ours, hf_model.get_parameter(f"model.layers.{layer}.mlp.gate.weight").grad, 1e-5)
+
+
+@pytest.mark.parametrize(
+    "shape, change, message",
+    [
+        ("mixtral", {"n_shared_experts": 1}, "n_shared_experts = 1: transformers' Mixtral only has 0"),
+        ("mixtral", {"normalize_top_k": False}, "normalize_top_k = False: transformers' Mixtral only has True"),
+    ],
+)
+def test_features_missing_in_transformers_are_not_exported(shape, change, message):
+    with pytest.raises(JobError, match=message):
+        MODELS[shape.split()[0]].hf.config_to_hf(dataclasses.replace(GATED[shape], **change))

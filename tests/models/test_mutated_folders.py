@@ -6,12 +6,25 @@ import pytest
 import transformers
 
 from tests.support.folder_mutations import try_mutations, write_weights
-from tests.support.tiny_decoders import DEEPSEEK, GEMMA3, GPT2, LLAMA, MISTRAL, OPT, QWEN2, QWEN3, QWEN3_MOE, ROBERTA
+from tests.support.tiny_decoders import (
+    DEEPSEEK,
+    GATED,
+    GEMMA3,
+    GPT2,
+    LLAMA,
+    MISTRAL,
+    OPT,
+    QWEN2,
+    QWEN3,
+    QWEN3_MOE,
+    ROBERTA,
+)
 
 SHAPES = {
     "llama": LLAMA["llama3.1"],
     "llama tied": LLAMA["llama3.2"],
     "mistral": MISTRAL["window"],
+    "mixtral": GATED["mixtral"],
     "qwen2": QWEN2["plain"],
     "qwen3": QWEN3["tied"],
     "qwen3_moe": QWEN3_MOE["published"],

@@ -34,6 +34,7 @@ FAMILIES = [
     "gemma3",
     "gpt2",
     "mistral",
+    "mixtral",
     "opt 350M",
     "qwen2",
     "qwen3",

@@ -301,6 +301,19 @@ def experts() -> list[Combination]:
     rows += [Combination(**EXPERT_LAYOUTS["PP 2 x TP 2"], **overlap, model="qwen3_moe", recompute="full_keep_comm")]
     rows += [Combination(**EXPERT_LAYOUTS["PP 2 x TP 2"], **overlap, model="deepseek", microbatch_size=1)]
     rows += [Combination(ranks=4, pp=2, cp=2, ep=2, **overlap, model="qwen3_moe", recompute="full")]
+    return rows + families_with_experts()
+
+
+def families_with_experts() -> list[Combination]:
+    """Rows of the families that share the decoder of those above: what differs between them, under every axis."""
+    rows = []
+    for model in ("mixtral",):
+        exact = dict(model=model, microbatch_size=1, document_mask=True)
+        rows += [Combination(**EXPERT_LAYOUTS[name], **exact) for name in ("FSDP 2", "CP 2", "TP 2", "HSDP 2x2")]
+        rows += [Combination(**COMPOSED["TP 2"], model=model, sequence_parallel=False, recompute="op")]
+        overlap = dict(schedule="DualPipeV", overlap=True)
+        rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **exact, **overlap)]
+        rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model=model, adapter="lora", recompute="full")]
     return rows
 
 

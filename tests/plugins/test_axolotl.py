@@ -102,6 +102,7 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ({"base_model": "google/gemma-3-1b-pt"}, FULL, {"model.name": "gemma3", "model.hf_folder": "google/gemma-3-1b-pt"}),
     ({"base_model": "deepseek-ai/DeepSeek-V3"}, FULL, {"model.name": "deepseek"}),
     ({"base_model": "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B"}, FULL, {"model.name": "qwen3"}),
+    ({"base_model": "mistralai/Mixtral-8x7B-v0.1"}, FULL, {"model.name": "mixtral"}),
     ({"base_model": "Qwen/Qwen3-30B-A3B"}, FULL, {"model.name": "qwen3_moe"}),
     ({"base_model": "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"}, FULL, {"model.name": "qwen2"}),
     ({"base_model": "deepseek-ai/DeepSeek-R1-Distill-Llama-8B"}, FULL, {"model.name": None}),  # llama3 as before

@@ -16,7 +16,7 @@ import torch
 from tests.support.hf_parity import build
 from tests.support.lm_eval_tasks import CHOICE, LINES, ROLLING, WRITTEN, write_tasks
 from tests.support.remembering import remembering
-from tests.support.tiny_decoders import DEEPSEEK, GPT2, LLAMA, MISTRAL, OPT, QWEN2, QWEN3, QWEN3_MOE
+from tests.support.tiny_decoders import DEEPSEEK, GATED, GPT2, LLAMA, MISTRAL, OPT, QWEN2, QWEN3, QWEN3_MOE
 from torchtitan import cli
 from torchtitan.commands.generate import sample
 from torchtitan.core.errors import JobError
@@ -77,6 +77,7 @@ FAMILIES = {
     "llama3": LLAMA["llama3"],
     "deepseek": DEEPSEEK["v3"],
     "mistral": MISTRAL["window"],
+    "mixtral": GATED["mixtral"],
     "qwen2": QWEN2["plain"],
     "qwen3": QWEN3["plain"],
     "qwen3_moe": QWEN3_MOE["published"],

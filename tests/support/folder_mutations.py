@@ -90,6 +90,7 @@ ADDED: dict[str, tuple] = {
     "num_local_experts": (6, 8, 4),
     "num_mtp_layers": (0, 1),
     "num_nextn_predict_layers": (0, 1, None),
+    "router_jitter_noise": (0.0, 0.1, None),
     "mlp_only_layers": ([0], [], None),
     "decoder_sparse_step": (1, 2),
     "hidden_size": (32, 64, 16),
@@ -188,7 +189,7 @@ def reference_logits(folder: Path, model_type: str, tokens: torch.Tensor) -> tor
     kind = AutoModelForMaskedLM if model_type == "roberta" else AutoModelForCausalLM
     try:
         config = AutoConfig.from_pretrained(folder)
-        if "moe" in model_type or "deepseek" in model_type:
+        if "moe" in model_type or model_type in ("mixtral", "deepseek_v2", "deepseek_v3"):
             config._experts_implementation = "eager"
         model, report = kind.from_pretrained(
             folder, config=config, dtype=torch.float32, output_loading_info=True, local_files_only=True

@@ -8,6 +8,7 @@ from torchtitan.models.gpt2 import GPT2Args
 from torchtitan.models.granite import GraniteArgs
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.mistral import MistralArgs
+from torchtitan.models.mixtral import MixtralArgs
 from torchtitan.models.opt import OPTArgs
 from torchtitan.models.qwen2 import Qwen2Args
 from torchtitan.models.qwen3 import Qwen3Args
@@ -161,6 +162,23 @@ OPT = {
     "classes": replace(_OPT, n_classes=4),
 }
 
+_MIXTRAL = MixtralArgs(
+    dim=32,
+    n_layers=2,
+    n_heads=4,
+    n_kv_heads=2,
+    head_dim=16,
+    vocab_size=64,
+    expert_dim=16,
+    n_experts=6,
+    top_k=2,
+    rope_theta=5000.0,
+    max_seq_len=128,
+)
+_EXPERTS = {
+    "mixtral": _MIXTRAL,
+    "mixtral window": replace(_MIXTRAL, sliding_window=5, tied_embeddings=True, top_k=3),
+}
 _GATED = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, vocab_size=64, max_seq_len=128)
 GATED = {
     "llama3 biased": replace(LLAMA["llama3"], head_width=12, attention_bias=True, mlp_bias=True),
@@ -168,5 +186,6 @@ GATED = {
     "smollm3": SmolLM3Args(**_GATED | dict(n_layers=3), no_rope_interval=2, tied_embeddings=False),
     "smollm3 biased": SmolLM3Args(**_GATED, no_rope_interval=3, mlp_bias=True, attention_bias=True),
     "granite tied, biased": GraniteArgs(**_GATED, tied_embeddings=True, attention_bias=True, mlp_bias=True),
+    **_EXPERTS,
 }
 """Shapes of families that are gated decoders with other options; the first word is the family."""

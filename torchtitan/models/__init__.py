@@ -20,6 +20,7 @@ from torchtitan.models.granite import FAMILY as GRANITE
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.models.llama import LLAMAS
 from torchtitan.models.mistral import FAMILY as MISTRAL
+from torchtitan.models.mixtral import FAMILY as MIXTRAL
 from torchtitan.models.opt import FAMILY as OPT
 from torchtitan.models.qwen2 import FAMILY as QWEN2
 from torchtitan.models.qwen3 import FAMILY as QWEN3
@@ -34,6 +35,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": GPT2,
     "granite": GRANITE,
     "mistral": MISTRAL,
+    "mixtral": MIXTRAL,
     "opt": OPT,
     "qwen2": QWEN2,
     "qwen3": QWEN3,

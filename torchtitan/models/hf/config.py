@@ -399,17 +399,19 @@ def _agreed_theta(name: str, table: Mapping[str, Any], config: Mapping[str, Any]
     return agreed_value("rope_theta", sources, "remove the one that the model was not trained with")
 
 
-def decoder_sizes(config: Mapping[str, Any], max_seq_len: int, *more: str, theta: float = 10000.0) -> dict[str, Any]:
+def decoder_sizes(
+    config: Mapping[str, Any], max_seq_len: int, *more: str, theta: float = 10000.0, norm_eps: float = 1e-6
+) -> dict[str, Any]:
     """Return the arguments of a decoder that `decoder_config` writes, except the number of key/value heads.
 
-    Its default differs between families. `max_seq_len` and `theta`: transformers' defaults. Raises JobError for an
-    invalid number, also of the keys in `more`.
+    Its default differs between families. `max_seq_len`, `theta` and `norm_eps`: transformers' defaults. Raises JobError
+    for an invalid number, also of the keys in `more`.
     """
     needed = {"dim": "hidden_size", "n_layers": "num_hidden_layers", "n_heads": "num_attention_heads"}
     needed |= {"vocab_size": "vocab_size"}
     check_numbers(config, [*needed.values(), *more])
     return {argument: config[hf_name] for argument, hf_name in needed.items()} | {
-        "norm_eps": read_number(config, "rms_norm_eps", 1e-6),
+        "norm_eps": read_number(config, "rms_norm_eps", norm_eps),
         "rope_theta": rope_config(config, theta)["rope_theta"],
         "tied_embeddings": config.get("tie_word_embeddings", False),
         "max_seq_len": read_number(config, "max_position_embeddings", max_seq_len),

@@ -84,6 +84,11 @@ class MoEArgs:
         return 3 * self.dim * self.expert_dim
 
     @property
+    def aux_loss_factor(self) -> float:
+        """Factor of aux_loss_weight in a layer's loss, where transformers' coefficient has another meaning."""
+        return 1.0
+
+    @property
     def moe_linears(self) -> Sizes:
         shared = gated("moe.shared_experts", self.dim, self.n_shared_experts * self.expert_dim)
         return {STACK: (self.expert_dim, self.dim)} | (shared if self.n_shared_experts else {})
@@ -204,6 +209,7 @@ class GroupedMoEArgs(MoEDecoderArgs, GatedDecoderSizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "n_kv_heads", "head_dim")
+        check_not_negative(self, "sliding_window")
         check_even(self, "head_dim")
         check_grouped_heads(self)
 

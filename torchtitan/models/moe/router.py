@@ -122,8 +122,8 @@ class Router(ZeroedBuffers):
     ) -> torch.Tensor:
         """Return the weights [N, k] unchanged; in backward they also pass on the gradient of the auxiliary loss.
 
-        For a sequence of T tokens the loss is aux_loss_weight * sum_e f_e P_e, with f_e = E / (k T) * tokens of expert
-        e, and P_e the mean share of the expert in the scores. It is aux_loss_weight if all are even. The trainer
+        For a sequence of T tokens the loss is aux_loss_weight * aux_loss_factor * sum_e f_e P_e, with f_e = E / (k T) *
+        tokens of expert e, and P_e the mean share of it in the scores. The sum is 1 if all are even. The trainer
         divides sums over tokens by the global number of tokens, so each sequence's loss is multiplied by T; after the
         division the losses average over tokens. That division applies to the main loss only, after this layer and
         perhaps on another rank, so its factor must be set in advance: `aux_scale`.
@@ -137,7 +137,7 @@ class Router(ZeroedBuffers):
                 counts = self.sum_over_sequence(counts)
             tokens = counts.sum(-1, keepdim=True) / args.top_k
             often = counts * (args.n_experts / args.top_k) / tokens  # f, [B, E]
-        loss = args.aux_loss_weight * (often * shares.sum(1)).sum()
+        loss = args.aux_loss_weight * args.aux_loss_factor * (often * shares.sum(1)).sum()
         if is_first:
             add_once(self.aux_loss, loss.detach())
         return _Attach.apply(weights, loss, self.aux_scale)
