@@ -42,6 +42,7 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("deepseek", "16B"): 15_706_484_224,
     ("deepseek", "236B"): 235_741_434_880,
     ("deepseek", "671B"): 671_026_404_352,  # without multi-token prediction and the 14,848 biases
+    ("deepseek", "Kimi-K2"): 1_026_408_209_408,  # without the 23,040 biases
     ("gemma3", "270M"): 268_098_176,
     ("gemma3", "1B"): 999_885_952,
     # without the 416,866,032 parameters that read images, and their projection, width x 1152 + 1152
@@ -87,6 +88,9 @@ ACTIVE = {  # parameters that one token uses
     ("deepseek", "16B"): 2_661_150_208,
     ("deepseek", "236B"): 21_375_800_320,
     ("deepseek", "671B"): 37_552_282_624,
+    ("deepseek", "Kimi-K2"): 32_861_477_888,
+    ("mixtral", "8x7B"): 12_879_925_248,
+    ("mixtral", "8x22B"): 39_152_031_744,
     ("qwen3_moe", "30B-A3B"): 3_353_032_704,
     ("qwen3_moe", "235B-A22B"): 22_190_763_520,
 }

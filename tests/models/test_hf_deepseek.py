@@ -29,6 +29,7 @@ from tests.support.tiny_decoders import DEEPSEEK, MULTI_TOKEN
 from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES
 from torchtitan.models.deepseek.model import HF, Deepseek
+from torchtitan.models.hf.save import SourceConfigs, build_extra_files
 
 TINY = DEEPSEEK["v3"]
 
@@ -224,3 +225,27 @@ def test_a_config_of_another_model_is_refused(change, message):
 def test_features_missing_in_transformers_are_not_exported(change, message):
     with pytest.raises(JobError, match=message):
         HF.config_to_hf(dataclasses.replace(TINY, **change))
+
+
+def test_kimi_k2_is_read_as_deepseek_and_keeps_its_name():
+    """Published with the classes of DeepSeek V3, which transformers has under the other model type only."""
+    args = DEEPSEEK["kimi k2"]
+    published = HF.config_to_hf(args, "bfloat16") | {
+        "model_type": "kimi_k2",
+        "auto_map": {"AutoModelForCausalLM": "modeling_deepseek.DeepseekV3ForCausalLM"},
+        "ep_size": 1,
+        "pretraining_tp": 1,
+    }
+    assert HF.config.args_from_config(published) == args
+    files = build_extra_files(
+        HF.config,
+        args,
+        "bfloat16",
+        source=SourceConfigs(published),
+        tokenizer_files={},
+        bos_id=None,
+        end_ids=(),
+    )
+    written = json.loads(files["config.json"])
+    assert written["model_type"] == "kimi_k2" and written["architectures"] == ["DeepseekV3ForCausalLM"]
+    assert "auto_map" not in written and HF.config.args_from_config(written) == args

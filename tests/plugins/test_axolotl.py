@@ -100,6 +100,7 @@ def changes_by(added, before):
 TRANSLATED = [  # added options, the job they are added to, and the options of the result that change
     ({"base_model": "my/Mistral-7B"}, FULL, {"model.name": "mistral", "model.hf_folder": "my/Mistral-7B"}),
     ({"base_model": "google/gemma-3-1b-pt"}, FULL, {"model.name": "gemma3", "model.hf_folder": "google/gemma-3-1b-pt"}),
+    ({"base_model": "moonshotai/Kimi-K2-Base"}, FULL, {"model.name": "deepseek"}),
     ({"base_model": "deepseek-ai/DeepSeek-V3"}, FULL, {"model.name": "deepseek"}),
     ({"base_model": "deepseek-ai/DeepSeek-R1-0528-Qwen3-8B"}, FULL, {"model.name": "qwen3"}),
     ({"base_model": "mistralai/Mixtral-8x7B-v0.1"}, FULL, {"model.name": "mixtral"}),

@@ -67,6 +67,9 @@ DEEPSEEK = {
         _PLAIN, score="sigmoid", expert_bias=True, n_dense_layers=0, tied_embeddings=True, norm_eps=1e-5
     ),
 }
+DEEPSEEK["kimi k2"] = replace(
+    DEEPSEEK["v3"], n_groups=1, top_groups=1, group_score="max", rope_scaling=replace(YARN, beta_fast=1.0)
+)
 MULTI_TOKEN = replace(DEEPSEEK["v3"], n_mtp_layers=2, mtp_loss_weight=0.4)
 
 _MISTRAL = MistralArgs(

@@ -1,4 +1,4 @@
-"""DeepSeek V2 and V3: arguments, their limits on a job, published sizes, and conversion from and to config.json.
+"""DeepSeek V2, V3 and Kimi K2: arguments, their limits on a job, published sizes, conversion from and to config.json.
 
 No torch here, so `torchtitan check` stays quick. The version of a config.json follows from the routing: softmax is V2,
 sigmoid with an expert bias V3.
@@ -228,6 +228,23 @@ DEEPSEEK = {
         group_score="top2",
         aux_loss_weight=0.0001,
     ),
+    "Kimi-K2": _v3(
+        dim=7168,
+        n_layers=61,
+        n_heads=64,
+        vocab_size=163840,
+        ffn_dim=18432,
+        q_lora_rank=1536,
+        expert_dim=2048,
+        n_experts=384,
+        top_k=8,
+        n_shared_experts=1,
+        route_scale=2.827,
+        aux_loss_weight=0.001,
+        rope_theta=50000.0,
+        rope_scaling=YarnScaling(factor=32.0, beta_fast=1.0),
+        max_seq_len=131072,
+    ),
 }
 
 
@@ -291,7 +308,7 @@ ABSENT: dict[int, dict[str, Any]] = {
 
 
 def _from_hf(config: Mapping[str, Any]) -> DeepseekArgs:
-    version = 3 if config["model_type"] == "deepseek_v3" else 2
+    version = 2 if config["model_type"] == "deepseek_v2" else 3
     numbers = ("hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "vocab_size")
     numbers += ("kv_lora_rank", "qk_nope_head_dim", "qk_rope_head_dim", "v_head_dim", "moe_intermediate_size")
     numbers += ("n_routed_experts", "n_shared_experts", "num_experts_per_tok")
@@ -394,7 +411,7 @@ USED += ("topk_group", "first_k_dense_replace", "q_lora_rank", "kv_lora_rank", "
 USED += ("v_head_dim", "moe_intermediate_size", "n_routed_experts", "n_shared_experts", "num_experts_per_tok")
 USED += ("routed_scaling_factor", "aux_loss_alpha", "num_nextn_predict_layers")
 CONFIG = ConfigConverter(
-    model_types=("deepseek_v2", "deepseek_v3"),
+    model_types=("deepseek_v2", "deepseek_v3", "kimi_k2"),  # the last is V3's model with other sizes
     to_hf=_to_hf,
     from_hf=_from_hf,
     not_compared=(*NOT_IN_FORWARD, "n_mtp_layers", "mtp_loss_weight"),

@@ -37,6 +37,7 @@ MODEL_TYPES = {"distill-qwen": "qwen2", "distill-llama": "llama", "gemma-3": "ge
 MODEL_TYPES |= {"mixtral": "mixtral", "qwen3-30b-a3b": "qwen3_moe", "qwen3-235b-a22b": "qwen3_moe"}
 MODEL_TYPES |= {name: name for name in ("mistral", "qwen2", "qwen3")}
 MODEL_TYPES |= {"deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3", "deepseek-r1": "deepseek_v3"}
+MODEL_TYPES |= {"kimi-k2": "kimi_k2"}
 MODEL_TYPES |= {name: name for name in ("gpt2", "opt", "llama")}
 """Parts of the name of a folder that is not on this machine, and the model type that the first of them indicates.
 
