@@ -23,7 +23,7 @@ from torchtitan.process.ranks import likely_device
 
 USAGE = "usage: torchtitan COMMAND [--help] [arguments]\n\n" + "\n".join(f"  {c:13}{t}" for c, t in COMMANDS.items())
 USAGE += "\n\n  --version  of this package and of torch"
-COMPUTING = ("train", "bench", "sweep", "generate", "evaluate", "chat", "replay", "export")
+COMPUTING = ("train", "bench", "sweep", "generate", "evaluate", "chat", "replay", "verify", "export")
 """Commands that compute with the tensors of a model, or whose processes do."""
 CRASHED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 

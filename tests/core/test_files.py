@@ -206,6 +206,7 @@ READ_ARGUMENTS = {
     ("diff", "a"): ["FOLDER"],
     ("diff", "b"): ["FOLDER"],
     ("replay", "run"): ["--step=1"],
+    ("verify", "run"): [],
     ("presets", "--model"): ["cp", "sft_lora", "TARGET"],
     ("prepare", "--dataset-path"): ["--tokenizer_path=bytes", "--output=TARGET"],
     ("prepare", "--tokenizer-path"): ["--output=TARGET", "--dataset=python_stdlib"],

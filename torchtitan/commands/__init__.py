@@ -24,6 +24,7 @@ COMMANDS = {
     "why": "show what bounds a run's speed, from its own records, and what to change first",
     "diff": "compare two runs, checkpoints or weights: the options, first step and tensors that differ",
     "replay": "make one step of a run again: its samples, gradients and activations, and the origin of a NaN",
+    "verify": "make random steps of a finished run again, and hold them against its records and checkpoints",
     "checkpoints": "list a run's checkpoints, their state, and the one that a resume takes",
     "export": "write a checkpoint's weights for other programs, with an adapter merged or alone",
     "presets": "list, print or copy the jobs that come with the package",

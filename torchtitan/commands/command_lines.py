@@ -480,6 +480,24 @@ def _replay() -> CommandParser:
     return parser
 
 
+def _verify() -> CommandParser:
+    parser = CommandParser(
+        "verify",
+        "Steps are made from one checkpoint to the next, on gloo ranks. Nothing is written. Exit code: 0 if "
+        "all is equal, 1 if not, 2 if nothing can be made again.",
+        takes="options",
+    )
+    parser.add_argument("run", help="a run's dump_folder, with its checkpoints")
+    steps = "random steps to make again, the last one among them (default 3)"
+    parser.add_argument("--steps", type=whole_number(1), default=3, metavar="K", help=steps)
+    seed = "seed of the choice (default: a new one, which is printed)"
+    parser.add_argument("--seed", type=whole_number(0), metavar="N", help=seed)
+    under = "another plan than the run's, as tp=2,pp=2, or tp=1 for one device (default: the run's, if on processors)"
+    parser.add_argument("--under", type=plan_degrees, metavar="PLAN", help=under)
+    _add_timeout(parser, "time limit of the steps between two checkpoints")
+    return parser
+
+
 def _report() -> CommandParser:
     parser = CommandParser("report", "The page fetches nothing. Needs pip install 'torchtitan-toml[report]'.")
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="a run's dump_folder")
@@ -551,6 +569,7 @@ PARSERS: dict[str, Callable[[], CommandParser]] = {
     "why": _why_parser,
     "diff": _diff,
     "replay": _replay,
+    "verify": _verify,
     "checkpoints": _checkpoints,
     "export": _export,
     "presets": _presets,

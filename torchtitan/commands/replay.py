@@ -103,13 +103,13 @@ def degrees_text(degrees: Mapping[str, int]) -> str:
 
 def comparison_lines(run_job: RunJob, step: int, result: StepComparison, record: Record | None) -> Iterator[str]:
     """Yield lines about a step under a plan beside the same on one device."""
-    job, start, limit = result.job, result.start, result.tolerance
+    job, start, (limit, of_tensors) = result.job, result.start, result.tolerances
     ranks, types = job.world_size, [one.config.training.mixed_precision_param for one in (job, run_job.job)]
     plan = degrees_text(job.layout.dims.all_degrees)
     yield f"step {step} of {run_job.run} under {plan}, on {ranks} gloo rank{'s' * (ranks > 1)}, from {origin_of(start)}"
     yield (
-        f"  both in {types[0]} (the run: {types[1]}) and equal up to {limit:g}: a plan adds the same terms in another "
-        "order"
+        f"  both in {types[0]} (the run: {types[1]}) and equal up to {limit:g}, tensors up to {of_tensors:g}: a plan "
+        "adds the same terms in another order"
     )
     for name, (value, reference) in (("loss", result.loss), ("grad_norm", result.grad_norm)):
         verdict = "equal" if within(value, reference, limit) else "DIFFERS"

@@ -38,8 +38,9 @@ EXACT_TYPES = {
     "training.float8": "none",
 }
 """Options of both steps, so that rounding is small and a mistake of the plan is not."""
-TOLERANCES = {"float32": 1e-4, "bfloat16": 5e-2}
-"""Largest difference by rounding, of a gradient's largest entry, an output's root mean square, the loss or the norm."""
+TOLERANCES = {"float32": (5e-6, 1e-4), "bfloat16": (5e-3, 5e-2)}
+"""Largest differences by rounding: of loss and gradient norm; of a gradient's largest entry and an output's root mean
+square."""
 SMALLEST_SCALE = 1e-4
 """Of a gradient, relative to the norm of all: entries that cancel to nothing have the rounding of what they sum."""
 GRADIENTS, WEIGHTS = "gradients.safetensors", "weights.safetensors"
@@ -77,7 +78,8 @@ class StepComparison:
 
     start: ReplayStart
     job: ResolvedJob
-    tolerance: float
+    tolerances: tuple[float, float]
+    """Of loss and norm, and of tensors."""
     loss: tuple[float, float]
     grad_norm: tuple[float, float]
     modules: int = 0
@@ -88,11 +90,11 @@ class StepComparison:
 
     @property
     def differing(self) -> dict[str, GradientDifference]:
-        return {name: one for name, one in self.gradients.items() if not one.size <= self.tolerance}
+        return {name: one for name, one in self.gradients.items() if not one.size <= self.tolerances[1]}
 
     @property
     def equal(self) -> bool:
-        numbers = all(within(*pair, self.tolerance) for pair in (self.loss, self.grad_norm))
+        numbers = all(within(*pair, self.tolerances[0]) for pair in (self.loss, self.grad_norm))
         return numbers and not (self.outputs or self.differing or self.missing)
 
 
@@ -133,14 +135,14 @@ def compare(start: ReplayStart, job: ResolvedJob, one: RankStep, parts: Sequence
     """Compare the parts of all ranks with one device's step."""
     training = job.config.training
     types = {training.dtype, training.mixed_precision_param, training.mixed_precision_reduce}
-    tolerance = max(TOLERANCES[name] for name in types)
+    tolerances = max(TOLERANCES[name] for name in types)
     result = StepComparison(
-        start, job, tolerance, (parts[0].loss, one.loss), (parts[0].grad_norm, one.grad_norm), len(one.outputs)
+        start, job, tolerances, (parts[0].loss, one.loss), (parts[0].grad_norm, one.grad_norm), len(one.outputs)
     )
     for name, moments in one.outputs.items():
         of_ranks = [part.outputs[name] for part in parts if name in part.outputs]
         if of_ranks and not _are_close(
-            summed := [sum(column) for column in zip(*of_ranks, strict=True)], moments, tolerance
+            summed := [sum(column) for column in zip(*of_ranks, strict=True)], moments, tolerances[1]
         ):
             result.outputs[name] = _rms(summed), _rms(moments)
     for name in reversed(one.gradients):
@@ -235,30 +237,39 @@ def difference_of(gradient: torch.Tensor, reference: torch.Tensor, norm: float) 
 
 @contextmanager
 def watch_outputs(model: ParallelModel) -> Iterator[dict[str, torch.Tensor]]:
-    """Yield sum, sum of squares and number of the elements of what each module returns, [3], by name, at the end in the
-    order of the forward pass. Recompute counts them again, each alike.
+    """Yield sum, sum of squares and number of the elements of what each module returns, [3], by name, in the order of
+    the last calls. Recompute does not count.
     """
     moments: dict[str, torch.Tensor] = {}
-    order: list[str] = []
+    is_backward = False
+
+    def begin(part: nn.Module, inputs: Any) -> None:
+        nonlocal is_backward
+        is_backward = False
+
+    def end(part: nn.Module, inputs: Any, output: Any) -> None:
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(begin_backward)
+
+    def begin_backward(gradient: torch.Tensor) -> None:
+        nonlocal is_backward
+        is_backward = True
 
     def add(module: nn.Module, inputs: Any, output: Any, name: str) -> None:
-        if not name:  # the end of a forward, before recompute in its backward
-            order[:] = moments
-        for tensor in tensors_in(output) if name else ():
-            if tensor.dim():
+        for tensor in tensors_in(output):
+            if tensor.dim() and not is_backward:
                 values = local_part(tensor)[0].detach().double()
                 sums = torch.stack([values.sum(), values.square().sum(), values.new_tensor(values.numel())])
-                moments[name] = moments.pop(name, 0) + sums  # last, as a module may serve several layers
+                moments[name] = moments.pop(name, 0) + sums  # the last one, as a module may serve several layers
 
-    hooks = [
-        module.register_forward_hook(partial(add, name=clean_name(name)))
-        for part in model.parts
-        for name, module in part.named_modules()
-    ]
+    hooks = []
+    for part in model.parts:
+        hooks += [part.register_forward_pre_hook(begin), part.register_forward_hook(end)]
+        names = [(clean_name(name), module) for name, module in part.named_modules() if name]
+        hooks += [module.register_forward_hook(partial(add, name=name)) for name, module in names]
     try:
         yield moments
     finally:
         for hook in hooks:
             hook.remove()
-        for name in order:
-            moments[name] = moments.pop(name)

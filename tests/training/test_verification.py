@@ -1,0 +1,157 @@
+"""Tests of `torchtitan verify`: a run follows from its job, data and checkpoints, and a changed one does not."""
+
+import dataclasses
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+
+from tests.support import jobs
+from torchtitan import cli
+from torchtitan.checkpoint import layout
+from torchtitan.checkpoint.hashed_files import hash_files
+from torchtitan.checkpoint.stored_tensors import open_tensors
+from torchtitan.commands.verify import chosen_steps
+
+pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+OPTIONS = {
+    "checkpoint__enable": True,
+    "checkpoint__interval": 2,
+    "training__steps": 5,
+    "model__overrides": jobs.SHALLOW,
+}
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory):
+    """Return the folder of a run of five steps on one rank and its data, saved at steps 2, 4 and 5."""
+    folder = tmp_path_factory.mktemp("verified")
+    jobs.train(jobs.arguments(folder / "run", jobs.write_texts(folder), **OPTIONS))
+    return folder
+
+
+@pytest.fixture
+def changed(made, tmp_path):
+    """Return a copy of the run, to be changed. Its job reads the data of the original."""
+    return Path(shutil.copytree(made / "run", tmp_path / "run"))
+
+
+def verify(capsys, run, *arguments):
+    code = cli.main(["verify", str(run), *arguments])
+    out, err = capsys.readouterr()
+    assert "Traceback" not in err
+    return code, out + err
+
+
+def rewrite(folder: Path, ending: str, change: float) -> None:
+    """Change the first element of a tensor, and the hashes, as someone would who wants it to look untouched."""
+    with open_tensors("native", folder) as stored:
+        name = min(name for name in stored.names if name.endswith(ending))
+        tensor = stored.read(name)
+    path, before = folder / "__0_0.distcp", tensor.numpy().tobytes()
+    content = path.read_bytes()
+    assert content.count(before) == 1
+    tensor.view(-1)[0] += change
+    path.write_bytes(content.replace(before, tensor.numpy().tobytes()))
+    manifest, (digest,) = layout.read_manifest(folder), hash_files([path])
+    files = {**manifest.files, path.name: layout.FileEntry(len(content), digest)}
+    (folder / layout.MANIFEST).write_text(layout.manifest_text(dataclasses.replace(manifest, files=files)))
+
+
+def test_a_run_follows_from_its_records_bit_for_bit(made, capsys):
+    before = {path: path.read_bytes() for path in sorted(made.rglob("*")) if path.is_file()}
+    code, out = verify(capsys, made / "run", "--steps=9", "--seed=1")
+    lines = out.splitlines()
+    assert code == 0 and lines[-1] == "verified"
+    assert lines[0].endswith("5 of 5 logged steps, by --seed 1: 1, 2, 3, 4, 5") and len(lines) == 5
+    assert lines[1].startswith("steps 1 to 2, from the initial weights, on one device: 2 logged steps and ")
+    assert lines[2].startswith("steps 3 to 4, from the checkpoint of step 2") and "tensors of step-00000004" in lines[2]
+    assert all(line.endswith("equal bit for bit") for line in lines[1:4])
+    assert {path: path.read_bytes() for path in sorted(made.rglob("*")) if path.is_file()} == before
+
+
+def test_another_plan_is_equal_up_to_rounding(made, capsys):
+    code, out = verify(capsys, made / "run", "--steps=1", "--under", "tp=2")
+    assert code == 0 and "step 5, from the checkpoint of step 4, on tp=2: 1 logged step and" in out
+    assert "equal up to rounding (0.0001 of a value, 0.01 of a tensor)" in out
+
+
+def test_a_run_of_two_ranks_is_made_on_its_own_plan(tmp_path, capsys):
+    options = OPTIONS | {"training__steps": 2, "training__local_batch_size": 4}
+    code, _, err = jobs.run(jobs.arguments(tmp_path / "run", jobs.write_texts(tmp_path), **options), ranks=2)
+    assert code == 0, err
+    code, out = verify(capsys, tmp_path / "run", "--steps=1")
+    assert code == 0 and "steps 1 to 2, from the initial weights, on dp_shard=2: 2 logged steps" in out
+    assert "equal bit for bit" in out
+
+
+def test_a_changed_weight_is_noticed_where_it_is_used_and_where_it_was_made(changed, capsys):
+    rewrite(changed / "checkpoint/step-00000004", "model.layers.0.attention.wq.weight", 0.01)
+    code, out = verify(capsys, changed, "--steps=1")
+    assert code == 1 and "step 5: loss " in out and "NOT verified" in out
+    code, out = verify(capsys, changed, "--steps=5")
+    assert "step-00000004: 1 of " in out and "attention.wq.weight: 1 of 1,024 elements" in out
+
+
+def test_a_changed_last_checkpoint_is_noticed(changed, capsys):
+    rewrite(changed / "checkpoint/step-00000005", "norm.weight.exp_avg", 1e-3)
+    code, out = verify(capsys, changed, "--steps=1")
+    assert code == 1 and "step-00000005: 1 of " in out and "(saved -> made again)" in out
+
+
+def test_a_damaged_checkpoint_is_noticed(changed, capsys):
+    path = changed / "checkpoint/step-00000004/__0_0.distcp"
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)
+    code, out = verify(capsys, changed, "--steps=1")
+    assert code == 1 and "cannot be made again: step-00000004 is damaged" in out
+
+
+def test_a_changed_record_is_noticed(changed, capsys):
+    rows = [json.loads(line) for line in (changed / "metrics.jsonl").read_text().splitlines()]
+    lines = [
+        json.dumps(row | {"loss": row["loss"] * 0.999} if row["step"] == 3 and "loss" in row else row) for row in rows
+    ]
+    (changed / "metrics.jsonl").write_text("\n".join(lines) + "\n")
+    code, out = verify(capsys, changed, "--steps=5")
+    assert code == 1 and out.count("made again\n") == 1 and "  step 3: loss " in out
+
+
+def test_changed_data_are_noticed(made, tmp_path, capsys):
+    texts = made / "texts.jsonl"
+    before = texts.read_text()
+    texts.write_text(before.replace("alpha", "omega", 40))
+    try:
+        code, out = verify(capsys, made / "run", "--steps=5")
+    finally:
+        texts.write_text(before)
+    assert code == 1 and "NOT verified" in out
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--steps=0"], "--steps: given '0'; allowed: a whole number >= 1"),
+        (["--under=tp=3"], "parallelism.tensor_parallel_degree: given 3"),
+        (["--under=tp=2", "--training.seq_len=8"], "--training.seq_len: allowed: options of the section parallelism"),
+    ],
+)
+def test_bad_arguments_are_a_line(arguments, message, made, capsys):
+    code, out = verify(capsys, made / "run", *arguments)
+    assert code == 2 and message in out
+
+
+def test_a_folder_without_a_run_is_a_line(tmp_path, capsys):
+    assert verify(capsys, tmp_path)[0] == 2
+    (tmp_path / "config.toml").write_text("")
+    code, out = verify(capsys, tmp_path)
+    assert code == 2 and "no logged step in its metrics.jsonl" in out
+
+
+def test_the_last_step_is_always_chosen():
+    for seed in range(20):
+        steps = chosen_steps(list(range(1, 61)), 3, seed)
+        assert len(set(steps)) == 3 and steps[-1] == 60 and steps == sorted(steps)
+    assert chosen_steps([7], 3, 0) == [7]
