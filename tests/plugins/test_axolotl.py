@@ -173,7 +173,7 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     (
         {"lora_target_linear": False, "lora_target_modules": ["q_proj", "down_proj"]},
         LORA,
-        {"adapter.target": ["*attention.wq", "*feed_forward.w2"]},
+        {"adapter.target": ["layers.*.attention.wq", "layers.*.feed_forward.w2"]},
     ),
     ({"peft_layers_to_transform": [1, 2]}, LORA, {"adapter.layers": [1, 2]}),
     ({"lora_modules_to_save": ["embed_tokens"]}, LORA, {"adapter.train_fully": ["tok_embeddings.weight"]}),
@@ -347,6 +347,8 @@ def _nested(name, value):
 def test_a_target_that_lora_target_linear_includes_is_noted():
     note = changes_by({"lora_target_modules": ["q_proj"]}, LORA)[1]
     assert note == "lora_target_linear includes q_proj"
+    values, note = changes_by({"lora_target_modules": ["wide"]}, LORA)
+    assert not values and note == "lora_target_modules: no module of the model has the name wide"
 
 
 VALUES = {"bool": True, "int": 3, "float": 3.0, "text": "some", "list": ["some"], "table": {"some": 1}, "any": "some"}
@@ -455,7 +457,6 @@ WRONG = [  # an option, its value, the job it is added to, and a part of the err
     ("bnb_config_kwargs", {"bnb_4bit_quant_type": "fp4"}, LORA, "nf4"),
     ("bnb_config_kwargs", {"bnb_4bit_compute_dtype": "float16"}, LORA, "bfloat16 or float32"),
     ("bnb_config_kwargs", {"llm_int8_threshold": 6.0}, LORA, "bnb_4bit_quant_type"),
-    ("lora_target_modules", ["wide"], LORA, "q_proj"),
     ("torch_dtype", "float16", FULL, "one of bfloat16, bf16, float32"),
     ("torch_dtype", "int8", FULL, "one of bfloat16, bf16, float32"),
     ("bf16", "fast", FULL, "one of true, false, auto, full"),

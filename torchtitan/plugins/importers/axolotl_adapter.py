@@ -2,8 +2,10 @@
 
 from collections.abc import Sequence
 
+from torchtitan.adapters.targets import ALL_LINEAR
+from torchtitan.plugins.importers.adapter_targets import TargetError, translate_targets
 from torchtitan.plugins.importers.axolotl_names import unfrozen
-from torchtitan.plugins.importers.translation import LINEARS, JobDraft, Options, targets_of
+from torchtitan.plugins.importers.translation import JobDraft, Options
 
 MODULES = {"embed_tokens": "tok_embeddings.weight", "lm_head": "output.weight", "norm": "norm.weight"}
 """Modules outside the layers, by their names in the Llama of transformers."""
@@ -11,7 +13,8 @@ VOCABULARY_MODULES = ("embed_tokens", "lm_head")
 """Modules with one row per token of the vocabulary."""
 PRUNE_RATIO = 0.999
 """Fraction of the moments of A and B that a restart prunes."""
-ADAPTER_OPTIONS = ("lora_target_modules", "lora_modules_to_save", "relora_steps", "peft_use_dora")
+TARGETS = "lora_target_modules"
+ADAPTER_OPTIONS = (TARGETS, "lora_modules_to_save", "relora_steps", "peft_use_dora")
 NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "load_in_4bit": True}
 """The 4-bit options of bitsandbytes with the only supported values."""
 
@@ -63,17 +66,6 @@ class AdapterTranslation:
 
     def _targets(self) -> None:
         options, values = self.options, self.values
-        target_modules = options["lora_target_modules"] or []
-        are_known = all(name in LINEARS for name in target_modules)
-        if options["lora_target_linear"] and are_known:
-            values["adapter.target"] = ["all-linear"]
-            if target_modules:
-                self.note(f"lora_target_linear includes {', '.join(target_modules)}")
-        elif target_modules and are_known:
-            values["adapter.target"] = targets_of(target_modules)
-        else:
-            allowed = f"some of {', '.join(LINEARS)}, or lora_target_linear: true"
-            self.refuse("lora_target_modules", target_modules or None, allowed)
         full_modules = list(options["lora_modules_to_save"] or [])
         if self.new_tokens and (missing := [name for name in VOCABULARY_MODULES if name not in full_modules]):
             self.note(f"rows of new tokens are trained, so {' and '.join(missing)} are trained with the adapter")
@@ -86,6 +78,39 @@ class AdapterTranslation:
             self.note("peft's layout has no place for fully trained parts: torchtitan export --merge writes the result")
         elif values["adapter.kind"] != "dora":
             values["adapter.last_save_in_peft"] = True
+        if "model.name" in values:
+            self._linears(full_modules)
+
+    def _linears(self, full_modules: Sequence[str]) -> None:
+        """Translate which linear layers get an adapter."""
+        modules, all_linear = self.options[TARGETS] or [], bool(self.options["lora_target_linear"])
+        is_regex = isinstance(modules, str) and modules != ALL_LINEAR and not all_linear
+        if modules == ALL_LINEAR:
+            modules, all_linear = [], True
+        elif isinstance(modules, str) and all_linear:  # peft gets a list, in which it is a name
+            modules = [modules]
+        if not isinstance(modules, str | list) or any(not isinstance(name, str) for name in modules):
+            self.refuse(TARGETS, modules, "a list of texts, or a regex")
+            return
+        if not (modules or all_linear):
+            self.refuse(TARGETS, None, "names of linear layers, or lora_target_linear: true")
+            return
+        if is_regex and "adapter.layers" in self.values:
+            self.refuse(TARGETS, modules, "names with peft_layers_to_transform", "write the layers into the regex")
+            return
+        family, folder = self.values["model.name"], self.options["base_model"]
+        try:
+            targets = translate_targets(modules, all_linear, family, folder, full_modules)
+        except TargetError as error:
+            self.refuse(TARGETS, self.options[TARGETS], error.allowed, error.remedy)
+            return
+        self.values["adapter.target"] = targets.patterns
+        if targets.unmatched:
+            self.note(f"{TARGETS}: no module of the model has the name {' or '.join(targets.unmatched)}")
+        if included := [name for name in modules if all_linear and name not in targets.unmatched]:
+            self.note(f"lora_target_linear includes {', '.join(included)}")
+        if targets.is_partial and (self.options["load_in_4bit"] or self.options["load_in_8bit"]):
+            self.note("not the same: linear layers without an adapter keep their exact weights, quantized in Axolotl")
 
     def _check_4bit(self) -> None:
         """Check the 4-bit options of bitsandbytes. Only one 4-bit format is supported here."""

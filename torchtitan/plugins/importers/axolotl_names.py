@@ -7,19 +7,17 @@ beginning of a name.
 
 import re
 from collections.abc import Sequence
-from fnmatch import fnmatchcase
 from pathlib import Path
 from pkgutil import resolve_name
 
 from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIG_CONVERTERS, family_in
 from torchtitan.models.sizes import HEAD, parameters
+from torchtitan.plugins.importers.adapter_targets import FAMILIES, patterns_of
 from torchtitan.plugins.importers.regexes import Regex, RegexError
 from torchtitan.plugins.importers.translation import JobDraft
 
 KEY = "unfrozen_parameters"
-FAMILIES = "torchtitan.models.spec:MODELS"
-"""Resolved by name, as it needs torch."""
 MAX_REGEXES = 2000
 """Two for each matrix of a large model."""
 ROWS = re.compile(r"\[(\d*:[^]\[]*|\d+)\]\Z")
@@ -60,7 +58,7 @@ def unfrozen(regexes: Sequence[str], folder: str, draft: JobDraft) -> list[str]:
             if not all(any(matches_name(hf_name) for _, matches_name in matchers) for hf_name in hf_names[name]):
                 draft.refuse(KEY, regex, f"none, or all, of {name}", "its experts are one parameter: name all of them")
         chosen |= matched
-    return _patterns(chosen, list(hf_names))
+    return patterns_of(chosen, list(hf_names))
 
 
 def _hf_names(folder: str) -> dict[str, list[str]]:
@@ -72,21 +70,3 @@ def _hf_names(folder: str) -> dict[str, list[str]]:
     form = resolve_name(FAMILIES)[family].hf.tensor_map(args)
     names = [name for name in parameters(args) if not (args.tied_embeddings and name == f"{HEAD}.weight")]
     return {name: form.hf_names(name) for name in names}
-
-
-def _patterns(chosen: set[str], names: Sequence[str]) -> list[str]:
-    """Return few patterns that match only the chosen names: layers, a parameter of all layers, single names."""
-    layer_names = [name.split(".", 2)[1:] for name in names if name.startswith("layers.")]
-    layers = list(dict.fromkeys(layer for layer, _ in layer_names))
-    full_layers = [layer for layer in layers if all(n in chosen for n in names if n.startswith(f"layers.{layer}."))]
-    patterns = ["layers.*"] if full_layers == layers else [f"layers.{layer}.*" for layer in full_layers]
-    for parameter in dict.fromkeys(parameter for layer, parameter in layer_names if layer not in full_layers):
-        having = [layer for layer, layer_parameter in layer_names if layer_parameter == parameter]
-        matching = [layer for layer in having if f"layers.{layer}.{parameter}" in chosen]
-        if matching == having:
-            patterns.append(f"layers.*.{parameter}")
-        else:
-            patterns += [f"layers.{layer}.{parameter}" for layer in matching if layer not in full_layers]
-    patterns += [name for name in names if name in chosen and not name.startswith("layers.")]
-    assert {name for name in names if any(fnmatchcase(name, pattern) for pattern in patterns)} == chosen
-    return patterns

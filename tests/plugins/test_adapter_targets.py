@@ -1,0 +1,139 @@
+"""Target modules of files for peft: the same modules get an adapter here as peft gives one on a transformers model."""
+
+import json
+
+import pytest
+from peft import LoraConfig, get_peft_model
+from transformers import (
+    AutoModelForCausalLM,
+    DeepseekV3Config,
+    Gemma3TextConfig,
+    GPT2Config,
+    LlamaConfig,
+    OPTConfig,
+    Qwen3MoeConfig,
+)
+
+from torchtitan.adapters.targets import target_linears
+from torchtitan.config.sections.model import Adapter as Options
+from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
+from torchtitan.models.sizes import linears
+from torchtitan.plugins.importers.adapter_targets import TargetError, model_modules, translate_targets
+
+SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
+MODELS = {
+    "llama": LlamaConfig(num_hidden_layers=11, **SIZES),
+    "gemma3": Gemma3TextConfig(num_hidden_layers=2, head_dim=8, **SIZES),
+    "gpt2": GPT2Config(vocab_size=64, n_positions=64, n_embd=32, n_layer=3, n_head=4),
+    "opt": OPTConfig(vocab_size=64, hidden_size=32, ffn_dim=64, num_hidden_layers=2, num_attention_heads=4,
+                     word_embed_proj_dim=32, max_position_embeddings=64),
+    "experts": Qwen3MoeConfig(num_hidden_layers=2, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=32,
+                              head_dim=8, **SIZES),
+    "deepseek": DeepseekV3Config(num_hidden_layers=2, n_routed_experts=4, num_experts_per_tok=2, n_group=1,
+                                 topk_group=1, moe_intermediate_size=32, first_k_dense_replace=1, q_lora_rank=16,
+                                 kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
+                                 **SIZES | {"num_key_value_heads": 4}),
+}  # fmt: skip
+TARGETS = [  # a model and its target modules
+    ("llama", ["q_proj", "down_proj"]),
+    ("llama", ["q_proj", "out_proj", "query"]),
+    ("llama", ["self_attn.q_proj", "model.layers.10.mlp.up_proj", "1.mlp.up_proj"]),
+    ("llama", ["lm_head", "q_proj"]),
+    ("llama", "model.layers.[\\d]+.(mlp|cross_attn|self_attn).(up|down|gate|q|k|v|o)_proj"),
+    ("llama", r".*\.layers\.(3|7)\.self_attn\.(q|k|v|o)_proj|.*\.mlp\.(gate|up|down)_proj"),
+    ("llama", "model.layers.1.(_checkpoint_wrapped_module.)?(mlp|self_attn).(up|q)_proj"),
+    ("llama", ".*[qk]_proj"),
+    ("llama", "(model|other).layers.(1|(2|[3-5]))?0?.self_attn.v_proj"),
+    ("gemma3", ["q_proj", "gate_proj"]),
+    ("gpt2", ["c_attn"]),
+    ("gpt2", ["c_proj", "mlp.c_fc"]),
+    ("gpt2", r"transformer\.h\.[0-1]\..*c_proj"),
+    ("opt", ["q_proj", "out_proj", "o_proj", "fc1"]),
+    ("experts", ["q_proj", "o_proj"]),
+    ("experts", "model.layers.*.self_attn.(q|k)_proj"),
+    ("deepseek", ["q_a_proj", "q_b_proj", "kv_a_proj_with_mqa", "kv_b_proj", "o_proj"]),
+]
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("models")
+    for name, config in MODELS.items():
+        config.save_pretrained(folder / name)
+    return folder
+
+
+def chosen_names(name, folder, patterns):
+    """Return Hugging Face's names of the linear layers that these targets choose."""
+    family = family_for_model_type(MODELS[name].model_type)
+    args = CONFIG_CONVERTERS[family].args_from_folder(folder)
+    modules = model_modules(family, args)
+    chosen = target_linears(linears(args), Options(kind="lora", target=patterns))
+    assert set(chosen) <= set(modules.linears), "no stacks, and no blocks that transformers lacks"
+    return {modules.linears[ours] for ours in chosen}
+
+
+@pytest.mark.parametrize("name, modules", TARGETS, ids=[f"{name}-{modules}"[:60] for name, modules in TARGETS])
+def test_the_same_modules_get_an_adapter_as_in_peft(name, modules, folders):
+    family = family_for_model_type(MODELS[name].model_type)
+    targets = translate_targets(modules, False, family, str(folders / name))
+    tuned = get_peft_model(AutoModelForCausalLM.from_config(MODELS[name]), LoraConfig(target_modules=modules, r=2))
+    assert chosen_names(name, folders / name, targets.patterns) == set(tuned.targeted_module_names)
+    if isinstance(modules, list):
+        all_names = tuned.targeted_module_names
+        assert targets.unmatched == [
+            target for target in modules if not any(f".{name}".endswith(f".{target}") for name in all_names)
+        ]
+
+
+@pytest.mark.parametrize("name", ["llama", "gpt2", "opt", "experts"])
+def test_all_linear_layers_are_those_of_transformers(name, folders):
+    """The experts of transformers 5 are no linear layers."""
+    family = family_for_model_type(MODELS[name].model_type)
+    targets = translate_targets([], True, family, str(folders / name))
+    model = AutoModelForCausalLM.from_config(MODELS[name])
+    linear = {name for name, module in model.named_modules() if type(module).__name__ in ("Linear", "Conv1D")}
+    assert chosen_names(name, folders / name, targets.patterns) == linear - {"lm_head"}
+    assert not targets.is_partial
+
+
+def test_saved_modules_get_no_adapter(folders):
+    modules, folder = ["lm_head", "q_proj"], folders / "llama"
+    targets = translate_targets(modules, False, "llama3", str(folder), saved=["lm_head", "embed_tokens"])
+    config = LoraConfig(target_modules=modules, modules_to_save=["lm_head", "embed_tokens"], r=2)
+    tuned = get_peft_model(AutoModelForCausalLM.from_config(MODELS["llama"]), config)
+    assert chosen_names("llama", folder, targets.patterns) == set(tuned.targeted_module_names)
+
+
+REFUSED = [  # a model, its target modules, and parts of the refusal
+    ("llama", ["embed_tokens", "q_proj"], "model.embed_tokens is none: leave it out"),
+    ("llama", ["mlp"], "model.layers.0.mlp is none"),
+    ("llama", "model.*", "linear layers: model.layers.*.self_attn.q_proj"),
+    ("llama", ["in_proj"], "some of model.layers.*.self_attn.q_proj"),
+    ("llama", "model.language_model.layers.[\\d]+.mlp.up_proj", "some of model.layers.*.self_attn.q_proj"),
+    ("llama", "(?=model).*q_proj", "a regex without a group of another kind"),
+    ("experts", ["q_proj", "up_proj", "gate_proj"], "without those named gate_proj, up_proj"),
+    ("experts", ["mlp.gate", "q_proj"], "model.layers.0.mlp.gate is none"),
+    ("experts", ["experts", "q_proj"], "model.layers.0.mlp.experts is none"),
+    ("experts", "model.layers.1.self_attn.(q|k)_proj", "none of the modules with a name, as peft takes all of them"),
+    ("deepseek", ["o_proj", "shared_experts.up_proj"], "without those named up_proj"),
+    ("deepseek", r".*\.(o|gate)_proj", "without those named gate_proj"),
+]
+
+
+@pytest.mark.parametrize("name, modules, message", REFUSED, ids=[str(modules) for _, modules, _ in REFUSED])
+def test_what_has_no_adapter_here_is_refused(name, modules, message, folders):
+    family = family_for_model_type(MODELS[name].model_type)
+    with pytest.raises(TargetError) as refusal:
+        translate_targets(modules, False, family, str(folders / name))
+    assert message in str(refusal.value)
+
+
+def test_a_model_that_is_not_here_has_names_but_no_regexes(tmp_path):
+    targets = translate_targets(["q_proj"], False, "llama3", "my/llama")
+    assert targets.patterns == ["layers.*.attention.wq"]
+    assert translate_targets([], True, "qwen3_moe", "my/moe").patterns == [f"layers.*.attention.w{x}" for x in "qkvo"]
+    for folder in ("my/llama", str(tmp_path)):
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+        with pytest.raises(TargetError, match=f"its config.json in {folder}; download the model"):
+            translate_targets("model.*q_proj", False, "llama3", folder)
