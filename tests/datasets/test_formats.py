@@ -43,8 +43,9 @@ def test_only_the_answer_and_its_end_token_are_trained(name):
 
 
 def test_every_format_has_a_test():
-    # in test_messages.py, test_preference.py and, for completion, which no field identifies, test_record_format.py
-    tested_elsewhere = {"chat", "sharegpt", "preference", "completion"}
+    # below, in test_messages.py, test_preference.py and, for completion, which has no field of its own, in
+    # test_record_format.py
+    tested_elsewhere = {"alpaca_chat", "chat", "sharegpt", "preference", "completion"}
     assert {name.partition(",")[0] for name in CASES} | tested_elsewhere == set(FORMATS)
 
 
@@ -92,3 +93,22 @@ def test_formats_apply_to_hub_datasets(tmp_path):
     (tmp_path / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
     contents = [document.content for document in DATASETS["huggingface"](str(tmp_path), "text").documents()]
     assert contents == [RecordReader().document(record, "", "").content for record in records]
+
+
+def test_instructions_as_conversations():
+    """The input is on a line below the instruction; an empty name leaves an optional field out."""
+
+    def messages(record, **fields):
+        content = RecordReader(format_name="alpaca_chat", fields=fields).document(record, "a.jsonl:3", "3").content
+        return [(message["role"], message["content"]) for message in content.messages], content.tools
+
+    record = {"instruction": "Add.", "input": "1 2", "output": "3", "system": "Be kind.", "history": [["Q", "A"]]}
+    said = [("user", "Q"), ("assistant", "A"), ("user", "Add.\n1 2"), ("assistant", "3")]
+    assert messages(record | {"tools": '[{"name": "f"}]'}) == ([("system", "Be kind."), *said], [{"name": "f"}])
+    assert messages(record, system="", history="", input="") == ([("user", "Add."), ("assistant", "3")], None)
+    assert messages({"q": "Add.", "output": "3"}, instruction="q") == ([("user", "Add."), ("assistant", "3")], None)
+    with pytest.raises(DataError, match="field 'history' is no list of pairs"):
+        messages(record | {"history": ["Q"]})
+    with pytest.raises(DataError, match="has int as content, not text"):
+        messages(record | {"output": 3})
+    assert detect_format(record) == "alpaca"

@@ -95,6 +95,8 @@ class Format(NamedTuple):
     """Parts of the prompt template that this format uses."""
     detectable: bool = True
     """True if the format is detected from a record's fields."""
+    messages: Callable[[Record, str], list[dict[str, Any]]] | None = None
+    """Function from a record and its location to the messages of a conversation, in place of `read`."""
     unplaced_fields: tuple[str, ...] = ()
     """Fields that such records may have and that this format has no place for. A record with one of them is refused,
     unless the job names the format."""
@@ -121,6 +123,19 @@ def read_prompt_completion(record: Record, prompt: PromptTemplate) -> list[Span]
 def read_alpaca(record: Record, prompt: PromptTemplate) -> list[Span]:
     text = prompt.render(record["instruction"], record.get("input") or "", record.get("system") or "")
     return [Span(text, False), Span(record["output"])]
+
+
+def alpaca_messages(record: Record, location: str) -> list[dict[str, Any]]:
+    """Return an instruction record as a conversation, as LLaMA-Factory reads it: the input is on a line of its own.
+
+    Raises DataError, which names `location`, if a field holds no text, or the earlier turns are no pairs."""
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
+        raise DataError(f"{location}: field 'history' is no list of pairs [question, answer]; {REMEDY}")
+    question = "\n".join(part for part in (record["instruction"], record.get("input")) if part)
+    turns = [*history, [question, record["output"]]]
+    roles = ("user", "assistant")
+    return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
 
 
 CONTEXT_FIELDS = ("system", "tools", "functions", "chat_template_kwargs")
@@ -165,6 +180,12 @@ FORMATS: dict[str, Format] = {
         ("input", "system"),
         template_parts=tuple(PromptTemplate.__annotations__),
         unplaced_fields=(*UNPLACED, "system", "tools", "functions"),
+    ),
+    "alpaca_chat": Format(
+        ("instruction", "output"),
+        optional_fields=("input", "history", *CONTEXT_FIELDS),
+        detectable=False,
+        messages=alpaca_messages,
     ),
     "completion": Format(("text",), detectable=False),
 }

@@ -63,9 +63,10 @@ class RecordReader:
 
     `format_name`: None: a record with `text_field` is read by that field, any other record by the first format that
     matches its fields. `fields`: the records' own names for a format's fields where they differ, and for role and
-    content inside messages. `template`: parts of the prompt of instruct records. `system`: default system message of
-    conversations without one. `refuse_ambiguous`: each record is trained on its own, so a record with both `text` and
-    the fields of a format is refused as ambiguous. `pairs`: all records are preference pairs.
+    content inside messages; an empty name leaves a field out. `template`: parts of the prompt of instruct records.
+    `system`: default system message of conversations without one. `refuse_ambiguous`: each record is trained on its
+    own, so a record with both `text` and the fields of a format is refused as ambiguous. `pairs`: all records are
+    preference pairs.
     """
 
     text_field: str = "text"
@@ -187,7 +188,7 @@ class RecordReader:
     def _required_columns(self, form: str) -> list[str]:
         """Return the columns that must exist: the format's own fields and those that the job names."""
         columns = self._column_names(form)
-        optional = () if form == "alpaca" else CONTEXT_FIELDS
+        optional = {"alpaca": (), "alpaca_chat": FORMATS[form].optional_fields}.get(form, CONTEXT_FIELDS)
         job_names = [name for name in self.fields if name in columns and name not in optional]
         return [column for name, column in columns.items() if name in FORMATS[form].fields or name in job_names]
 
@@ -329,6 +330,13 @@ class RecordReader:
         if form == PAIRS:
             context = self._context(record, columns, is_sharegpt, location)
             document = read_preference(record, context, columns, location, short_location)
+        elif record_format.messages is not None:
+            messages = MessageReader(columns[record_format.fields[0]], location).messages(
+                record_format.messages(record, location)
+            )
+            return Document(
+                self._context(record, columns, False, location).chat(messages), short_location, format_name="chat"
+            )
         elif record_format.read is None:
             name = columns[record_format.fields[0]]
             document = to_document(record[record_format.fields[0]], name, location, short_location, is_sharegpt)

@@ -77,8 +77,8 @@ class Training:
     """Format of records. Unset: plain text for records with text_field, else the format that matches their fields. If
     both apply, tasks on whole records refuse the record."""
     fields: dict[str, str] = field(default_factory=dict)
-    """Names in the records of the format's fields, if they differ, e.g. {instruction = "question"}; role and content
-    are those inside messages."""
+    """Names in the records of the format's fields, if they differ, e.g. {instruction = "question"}; an empty name
+    leaves an optional field out. role and content are those inside messages."""
     template: dict[str, str] = field(default_factory=dict)
     """Prompt of instruction records instead of Stanford Alpaca's: format and no_input_format with {instruction},
     {input} and {system}, system_format, system_prompt, and the separator before the answer."""

@@ -64,6 +64,13 @@ _BUILTIN = {
         program="axolotl",
         uses_accelerate=True,
     ),
+    "llamafactory": ImportSource(
+        None,
+        "torchtitan.plugins.importers.llama_factory:read",
+        "fine-tuning and pretraining by its YAML",
+        program="llamafactory",
+        uses_accelerate=True,
+    ),
     "deepspeed": ImportSource(
         None, "torchtitan.plugins.importers.deepspeed:read", "DeepSpeed's ZeRO stages", program="deepspeed"
     ),

@@ -47,7 +47,6 @@ PROGRAMS = {
             additional_target use_galore use_badam""",
         ("llamafactory-cli", "lmf"),
         ("train",),
-        NOT_YET,
     ),
     "trl": OtherProgram(
         "trl",
