@@ -54,6 +54,8 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("gpt2", "774M"): 774_030_080,
     ("gpt2", "1558M"): 1_557_611_200,
     ("granite", "2B"): 2_533_531_648,
+    ("olmo2", "1B"): 1_484_916_736,
+    ("olmo2", "7B"): 7_298_617_344,
     ("opt", "125M"): 125_239_296,
     ("opt", "350M"): 331_196_416,
     ("opt", "1.3B"): 1_315_758_080,

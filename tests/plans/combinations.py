@@ -578,10 +578,7 @@ def windows_of_some_layers() -> list[Combination]:
     return rows
 
 
-GATED = (
-    "granite",
-    "smollm3",
-)
+GATED = ("granite", "olmo2", "olmo3", "smollm3")
 """Families that are a Llama with other options."""
 
 

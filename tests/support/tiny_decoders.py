@@ -9,6 +9,7 @@ from torchtitan.models.granite import GraniteArgs
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.mistral import MistralArgs
 from torchtitan.models.mixtral import MixtralArgs
+from torchtitan.models.olmo import OlmoArgs
 from torchtitan.models.opt import OPTArgs
 from torchtitan.models.qwen2 import Qwen2Args
 from torchtitan.models.qwen3 import Qwen3Args
@@ -186,6 +187,10 @@ _GATED = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=4
 GATED = {
     "llama3 biased": replace(LLAMA["llama3"], head_width=12, attention_bias=True, mlp_bias=True),
     "granite": GraniteArgs(**_GATED, embedding_multiplier=3.0, attention_multiplier=0.4, logits_divisor=0.5),
+    "olmo2": OlmoArgs(**_GATED),
+    "olmo2 biased": OlmoArgs(**_GATED, rope_scaling=SCALING, tied_embeddings=True, attention_bias=True),
+    "olmo3": OlmoArgs(**_GATED | dict(n_layers=3), sliding_window=5, global_interval=2, rope_theta=5000.0),
+    "olmo3 scaled": OlmoArgs(**_GATED, rope_scaling=SCALING, sliding_window=5, global_interval=2),
     "smollm3": SmolLM3Args(**_GATED | dict(n_layers=3), no_rope_interval=2, tied_embeddings=False),
     "smollm3 biased": SmolLM3Args(**_GATED, no_rope_interval=3, mlp_bias=True, attention_bias=True),
     "granite tied, biased": GraniteArgs(**_GATED, tied_embeddings=True, attention_bias=True, mlp_bias=True),

@@ -21,6 +21,7 @@ from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.models.llama import LLAMAS
 from torchtitan.models.mistral import FAMILY as MISTRAL
 from torchtitan.models.mixtral import FAMILY as MIXTRAL
+from torchtitan.models.olmo import OLMOS
 from torchtitan.models.opt import FAMILY as OPT
 from torchtitan.models.qwen2 import FAMILY as QWEN2
 from torchtitan.models.qwen3 import FAMILY as QWEN3
@@ -36,6 +37,7 @@ FAMILIES: dict[str, Family] = {
     "granite": GRANITE,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
+    **OLMOS,
     "opt": OPT,
     "qwen2": QWEN2,
     "qwen3": QWEN3,

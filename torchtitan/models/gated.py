@@ -100,9 +100,9 @@ OUTPUT_NORMS = {
 }
 
 
-def tensor_map(args: Any, others: Mapping[str, str] = NO_NAMES) -> TensorMap:
-    """Return the names; `others`: those within a layer that a Llama does not have or calls otherwise."""
-    names = ATTENTION | FEED_FORWARD | (QK_NORMS if args.qk_norm else {}) | others
+def tensor_map(args: Any, family_names: Mapping[str, str] = NO_NAMES) -> TensorMap:
+    """Return the names; `family_names`: those within a layer that a Llama does not have or calls otherwise."""
+    names = ATTENTION | FEED_FORWARD | (QK_NORMS if args.qk_norm else {}) | family_names
     names |= {f"{name}.bias": names[f"{name}.weight"].removesuffix("weight") + "bias" for name in args.biases}
     turned = {"attention.wq.bias", "attention.wk.bias", *QK_NORMS, *REORDERED}
     return TensorMap(
@@ -122,5 +122,5 @@ def gated_spec(
     plan: ParallelPlan = PLAN,
 ) -> ModelSpec:
     """Return the spec of a family of gated decoders. `names`: see tensor_map."""
-    hf = HuggingFace(build=build, tensor_map=partial(tensor_map, others=names), config=config)
+    hf = HuggingFace(build=build, tensor_map=partial(tensor_map, family_names=names), config=config)
     return ModelSpec(build=build, plan=plan, hf=hf, flops_per_token=flops_per_token)

@@ -235,9 +235,14 @@ class GatedArgs(GatedDecoderSizes):
         check_positive(
             self, "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "head_dim", "vocab_size", "max_seq_len"
         )
+        check_not_negative(self, "sliding_window", "global_interval")
         check_even(self, "head_dim")
         check_grouped_heads(self)
 
     @property
     def num_kv_heads(self) -> int:
         return self.n_kv_heads
+
+
+DEBUG: dict[str, Any] = dict(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_dim=32, ffn_dim=768, vocab_size=2048)
+"""Sizes of a model for trying out."""

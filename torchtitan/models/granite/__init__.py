@@ -10,7 +10,7 @@ from typing import Any
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_biases, read_number
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
-from torchtitan.models.sizes import GatedArgs
+from torchtitan.models.sizes import DEBUG, GatedArgs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,9 @@ class GraniteArgs(GatedArgs):
         return self.attention_multiplier * self.head_dim**0.5
 
 
-_debug: dict[str, Any] = dict(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_dim=32, ffn_dim=768, vocab_size=2048)
 _8b: dict[str, Any] = dict(dim=4096, n_layers=40, n_heads=32, n_kv_heads=8, ffn_dim=12800, tied_embeddings=True)
 GRANITE = {
-    "debugmodel": GraniteArgs(**_debug, attention_multiplier=0.03125),
+    "debugmodel": GraniteArgs(**DEBUG, attention_multiplier=0.03125),
     "2B": GraniteArgs(
         **_8b | dict(dim=2048, ffn_dim=8192, head_dim=64), attention_multiplier=0.015625, logits_divisor=8.0
     ),

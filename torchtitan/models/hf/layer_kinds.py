@@ -34,7 +34,7 @@ def check_full_attention(config: Mapping[str, Any]) -> None:
 
 def every_nth(n_layers: int, interval: int, last: Any = FULL, other: Any = SLIDING) -> list[Any]:
     """Return an entry for each layer: `last` for every `interval`-th one, `other` for all before it."""
-    return [other if (layer + 1) % interval else last for layer in range(n_layers)]
+    return [other if not interval or (layer + 1) % interval else last for layer in range(n_layers)]
 
 
 def read_interval(

@@ -12,7 +12,7 @@ from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_number
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.hf.layer_kinds import FULL, SLIDING, only_layer_type
-from torchtitan.models.sizes import GatedArgs, check_not_negative
+from torchtitan.models.sizes import DEBUG, GatedArgs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,14 +26,9 @@ class MistralArgs(GatedArgs):
 
     may_be_zero: ClassVar = ("sliding_window",)
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check_not_negative(self, "sliding_window")
 
-
-_debug: dict[str, Any] = dict(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_dim=32, ffn_dim=768, vocab_size=2048)
 MISTRAL = {
-    "debugmodel": MistralArgs(**_debug, sliding_window=64),
+    "debugmodel": MistralArgs(**DEBUG, sliding_window=64),
     "7B": MistralArgs(sliding_window=4096),  # v0.1
     "7B-v0.2": MistralArgs(rope_theta=1e6),
     "7B-v0.3": MistralArgs(rope_theta=1e6, vocab_size=32768),

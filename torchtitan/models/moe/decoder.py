@@ -47,5 +47,5 @@ def expert_spec(
     build: Callable[..., ExpertDecoder], config: ConfigConverter, experts: Mapping[str, str] = ROUTER | EXPERTS
 ) -> ModelSpec:
     """Return the spec of a family of decoders with experts. `experts`: names in layers with experts."""
-    hf = HuggingFace(build=build, tensor_map=partial(tensor_map, others=experts), config=config)
+    hf = HuggingFace(build=build, tensor_map=partial(tensor_map, family_names=experts), config=config)
     return ModelSpec(build=build, plan=PLAN, hf=hf, flops_per_token=flops_per_token, balance=router)

@@ -11,7 +11,7 @@ from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.hf.layer_kinds import check_full_attention
-from torchtitan.models.sizes import QKV, GatedArgs
+from torchtitan.models.sizes import DEBUG, QKV, GatedArgs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -28,7 +28,7 @@ _long: dict[str, Any] = dict(vocab_size=152064, max_seq_len=131072)
 _large: dict[str, Any] = _long | dict(n_kv_heads=8, norm_eps=1e-5)
 # the base models of Qwen 2.5; its instructed models have a norm_eps of 1e-6 and 32768 positions in all sizes
 QWEN2 = {
-    "debugmodel": Qwen2Args(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_dim=32, ffn_dim=768, vocab_size=2048),
+    "debugmodel": Qwen2Args(**DEBUG),
     "0.5B": Qwen2Args(dim=896, n_layers=24, n_heads=14, head_dim=64, ffn_dim=4864, **_small),
     "1.5B": Qwen2Args(dim=1536, n_layers=28, n_heads=12, ffn_dim=8960, max_seq_len=131072, **_small),
     "3B": Qwen2Args(dim=2048, n_layers=36, n_heads=16, ffn_dim=11008, **_small),

@@ -11,7 +11,7 @@ from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.hf.layer_kinds import check_full_attention
-from torchtitan.models.sizes import GatedArgs
+from torchtitan.models.sizes import DEBUG, GatedArgs
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -26,7 +26,7 @@ class Qwen3Args(GatedArgs):
 
 _small: dict[str, Any] = dict(n_heads=16, n_kv_heads=8, tied_embeddings=True)
 QWEN3 = {
-    "debugmodel": Qwen3Args(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_dim=32, ffn_dim=768, vocab_size=2048),
+    "debugmodel": Qwen3Args(**DEBUG),
     "0.6B": Qwen3Args(dim=1024, n_layers=28, ffn_dim=3072, **_small),
     "1.7B": Qwen3Args(dim=2048, n_layers=28, ffn_dim=6144, **_small),
     "4B": Qwen3Args(dim=2560, n_layers=36, ffn_dim=9728, **_small | {"n_heads": 32}),

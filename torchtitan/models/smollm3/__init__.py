@@ -11,7 +11,7 @@ from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_biases
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.hf.layer_kinds import check_full_attention, every_nth, read_interval
-from torchtitan.models.sizes import GatedArgs, Rope, check_positive
+from torchtitan.models.sizes import DEBUG, GatedArgs, Rope, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -34,10 +34,9 @@ class SmolLM3Args(GatedArgs):
         return super().rope(layer) if (layer + 1) % self.no_rope_interval else None
 
 
-_debug: dict[str, Any] = dict(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_dim=32, ffn_dim=768, vocab_size=2048)
 _3b: dict[str, Any] = dict(dim=2048, n_layers=36, n_heads=16, n_kv_heads=4, head_dim=128, ffn_dim=11008)
 SMOLLM3 = {
-    "debugmodel": SmolLM3Args(**_debug, no_rope_interval=3),
+    "debugmodel": SmolLM3Args(**DEBUG, no_rope_interval=3),
     "3B": SmolLM3Args(**_3b, rope_theta=5000000.0, max_seq_len=65536),
 }
 
