@@ -69,6 +69,8 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("mistral", "Nemo-12B"): 12_247_782_400,
     ("mixtral", "8x7B"): 46_702_792_704,
     ("mixtral", "8x22B"): 140_620_634_112,
+    ("qwen2_moe", "A2.7B"): 14_315_784_192,
+    ("qwen2_moe", "57B-A14B"): 57_408_658_944,
     ("qwen2", "0.5B"): 494_032_768,
     ("qwen2", "1.5B"): 1_543_714_304,
     ("qwen2", "3B"): 3_085_938_688,
@@ -91,6 +93,8 @@ ACTIVE = {  # parameters that one token uses
     ("deepseek", "236B"): 21_375_800_320,
     ("deepseek", "671B"): 37_552_282_624,
     ("deepseek", "Kimi-K2"): 32_861_477_888,
+    ("qwen2_moe", "A2.7B"): 2_689_173_504,
+    ("qwen2_moe", "57B-A14B"): 14_249_270_784,
     ("mixtral", "8x7B"): 12_879_925_248,
     ("mixtral", "8x22B"): 39_152_031_744,
     ("qwen3_moe", "30B-A3B"): 3_353_032_704,
@@ -149,7 +153,8 @@ def test_matmul_parameters_are_those_of_linear_layers(family, flavor):
 def test_active_parameters_count_only_the_chosen_experts(family, flavor):
     args, model = SIZES[family][flavor], on_meta(family, flavor)
     assert ACTIVE.get((family, flavor), args.num_active_parameters) == args.num_active_parameters
-    outside = sum(p.numel() for name, p in model.named_parameters() if "norm" in name or "tok_embeddings" in name)
+    others = ("norm.weight", "bias", "tok_embeddings.weight")
+    outside = sum(p.numel() for name, p in model.named_parameters() if name.endswith(others))
     assert args.num_active_parameters - args.num_matmul_parameters == outside
     layers = sum(isinstance(block, MoEBlock) for block in model.layers.values())
     idle = layers * (args.n_experts - args.top_k) * args.expert_parameters

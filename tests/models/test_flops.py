@@ -60,6 +60,7 @@ LATENT = {"n_layers": 3, "n_heads": 2, "vocab_size": 256, "ffn_dim": 128, "kv_lo
         ("deepseek", LATENT | {"q_lora_rank": 96, "n_dense_layers": 2, "n_shared_experts": 0, "top_k": 1}),
         ("qwen3_moe", {"n_layers": 2, "vocab_size": 256}),
         ("mixtral", {"n_layers": 2, "vocab_size": 256}),
+        ("qwen2_moe", {"n_layers": 2, "vocab_size": 256}),
         ("qwen3_moe", {"n_layers": 2, "vocab_size": 256, "top_k": 8, "tied_embeddings": True}),
     ],
 )

@@ -94,6 +94,12 @@ PUBLISHED = {
     "llama": {"_name_or_path": "x", "pretraining_tp": 1, "rope_scaling": None, "attention_dropout": 0.0}
     | {"max_sequence_length": 2048, "use_cache": True, "transformers_version": "4.31.0", "torch_dtype": "float16"},
     "mistral": {"sliding_window": None, "attention_dropout": 0.0, "architectures": ["MistralForCausalLM"]},
+    "qwen2_moe": {
+        "max_window_layers": 21,
+        "sliding_window": 32768,
+        "output_router_logits": False,
+        "decoder_sparse_step": 1,
+    },
     "mixtral": {"sliding_window": None, "output_router_logits": False, "router_jitter_noise": 0.0},
     "qwen2": {"use_sliding_window": False, "max_window_layers": 28, "sliding_window": 32768, "use_mrope": False},
     "qwen3": {"use_sliding_window": False, "max_window_layers": 36, "sliding_window": None, "attention_bias": False},

@@ -122,6 +122,11 @@ def test_impossible_sizes_are_refused(shape, change, message):
         ("mixtral", {"sliding_window": 0}, "sliding_window = 0; allowed: a number of tokens, or null for none"),
         ("mixtral", {"router_jitter_noise": 0.1}, "router_jitter_noise = 0.1, but this model only has 0.0"),
         ("mixtral", {"attention_bias": True}, "attention_bias = True"),
+        ("qwen2_moe", {"shared_expert_intermediate_size": 24}, "allowed: a multiple of moe_intermediate_size = 16"),
+        ("qwen2_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\], but this model only has \[\]"),
+        ("qwen2_moe", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2, but this model only has 1"),
+        ("qwen2_moe", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
+        ("qwen2_moe", {"qkv_bias": None}, "qkv_bias = None; allowed: true or false"),
         *((shape, {"hidden_act": "relu"}, "hidden_act = 'relu', but this model only has") for shape in GATED),
         *((shape, {"attention_sinks": 4}, "attention_sinks") for shape in GATED),
     ],
@@ -132,7 +137,7 @@ def test_a_config_of_another_model_is_refused(shape, change, message):
 
 
 @pytest.mark.parametrize("n_layers", [1, 3])
-@pytest.mark.parametrize("shape", ["mixtral", "mixtral window"])
+@pytest.mark.parametrize("shape", ["mixtral", "mixtral window", "qwen2_moe"])
 def test_the_auxiliary_loss_of_experts_is_that_of_transformers(shape, n_layers):
     """Of a sequence, as the mean over the layers; transformers joins the layers before it judges their balance."""
     spec, args, reference, config_class = parts(shape)
@@ -159,6 +164,11 @@ def test_the_auxiliary_loss_of_experts_is_that_of_transformers(shape, n_layers):
     "shape, change, message",
     [
         ("mixtral", {"n_shared_experts": 1}, "n_shared_experts = 1: transformers' Mixtral only has 0"),
+        (
+            "qwen2_moe",
+            {"n_shared_experts": 0},
+            "n_shared_experts = 0: transformers' Qwen 2 with experts has at least 1",
+        ),
         ("mixtral", {"normalize_top_k": False}, "normalize_top_k = False: transformers' Mixtral only has True"),
     ],
 )

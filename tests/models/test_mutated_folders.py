@@ -25,6 +25,7 @@ SHAPES = {
     "llama tied": LLAMA["llama3.2"],
     "mistral": MISTRAL["window"],
     "mixtral": GATED["mixtral"],
+    "qwen2_moe": GATED["qwen2_moe"],
     "qwen2": QWEN2["plain"],
     "qwen3": QWEN3["tied"],
     "qwen3_moe": QWEN3_MOE["published"],

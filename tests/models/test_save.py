@@ -35,6 +35,7 @@ FAMILIES = [
     "gpt2",
     "mistral",
     "mixtral",
+    "qwen2_moe",
     "opt 350M",
     "qwen2",
     "qwen3",

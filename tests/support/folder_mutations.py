@@ -90,6 +90,8 @@ ADDED: dict[str, tuple] = {
     "num_local_experts": (6, 8, 4),
     "num_mtp_layers": (0, 1),
     "num_nextn_predict_layers": (0, 1, None),
+    "qkv_bias": (True, False, None),
+    "shared_expert_intermediate_size": (16, 32, 24, None),
     "router_jitter_noise": (0.0, 0.1, None),
     "mlp_only_layers": ([0], [], None),
     "decoder_sparse_step": (1, 2),

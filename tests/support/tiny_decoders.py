@@ -12,6 +12,7 @@ from torchtitan.models.mixtral import MixtralArgs
 from torchtitan.models.olmo import OlmoArgs
 from torchtitan.models.opt import OPTArgs
 from torchtitan.models.qwen2 import Qwen2Args
+from torchtitan.models.qwen2_moe import Qwen2MoEArgs
 from torchtitan.models.qwen3 import Qwen3Args
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.roberta import RobertaArgs
@@ -166,22 +167,14 @@ OPT = {
     "classes": replace(_OPT, n_classes=4),
 }
 
-_MIXTRAL = MixtralArgs(
-    dim=32,
-    n_layers=2,
-    n_heads=4,
-    n_kv_heads=2,
-    head_dim=16,
-    vocab_size=64,
-    expert_dim=16,
-    n_experts=6,
-    top_k=2,
-    rope_theta=5000.0,
-    max_seq_len=128,
-)
+_TINY_EXPERTS: dict = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, vocab_size=64, max_seq_len=128)
+_TINY_EXPERTS |= dict(expert_dim=16, n_experts=6, top_k=2, rope_theta=5000.0)
+_MIXTRAL, _QWEN2_MOE = MixtralArgs(**_TINY_EXPERTS), Qwen2MoEArgs(**_TINY_EXPERTS, n_shared_experts=2)
 _EXPERTS = {
     "mixtral": _MIXTRAL,
     "mixtral window": replace(_MIXTRAL, sliding_window=5, tied_embeddings=True, top_k=3),
+    "qwen2_moe": _QWEN2_MOE,
+    "qwen2_moe without biases": replace(_QWEN2_MOE, qkv_bias=False, normalize_top_k=True, n_shared_experts=1),
 }
 _GATED = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, vocab_size=64, max_seq_len=128)
 GATED = {

@@ -24,6 +24,7 @@ from torchtitan.models.mixtral import FAMILY as MIXTRAL
 from torchtitan.models.olmo import OLMOS
 from torchtitan.models.opt import FAMILY as OPT
 from torchtitan.models.qwen2 import FAMILY as QWEN2
+from torchtitan.models.qwen2_moe import FAMILY as QWEN2_MOE
 from torchtitan.models.qwen3 import FAMILY as QWEN3
 from torchtitan.models.qwen3_moe import FAMILY as QWEN3_MOE
 from torchtitan.models.roberta import FAMILY as ROBERTA
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Family] = {
     **OLMOS,
     "opt": OPT,
     "qwen2": QWEN2,
+    "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
     "roberta": ROBERTA,

@@ -29,7 +29,7 @@ from torchtitan.models.attention import AttentionKernel, SharedInputs, run_atten
 from torchtitan.models.decoder import AttentionKind, Block, Decoder
 from torchtitan.models.deepseek import CONFIG, DeepseekArgs
 from torchtitan.models.flops import latent_flops_per_token
-from torchtitan.models.hf.names import ATTENTION, EXPERTS, FEED_FORWARD, ROUTER, ROUTER_BIAS, TensorMap
+from torchtitan.models.hf.names import ATTENTION, EXPERTS, FEED_FORWARD, ROUTER, ROUTER_BIAS, SHARED_EXPERTS, TensorMap
 from torchtitan.models.layers import RMSNorm, Rotary, ZeroedBuffers, add_once, frequencies, rotate, yarn, yarn_magnitude
 from torchtitan.models.moe import MoEDecoderArgs, router
 from torchtitan.models.moe.layer import MoEBlock
@@ -212,9 +212,7 @@ PARTS = {name: hf_name for name, hf_name in ATTENTION.items() if name not in NOT
     **FEED_FORWARD,
     **ROUTER,
     ROUTER_BIAS: "mlp.gate.e_score_correction_bias",
-    "moe.shared_experts.w1.weight": "mlp.shared_experts.gate_proj.weight",
-    "moe.shared_experts.w2.weight": "mlp.shared_experts.down_proj.weight",
-    "moe.shared_experts.w3.weight": "mlp.shared_experts.up_proj.weight",
+    **SHARED_EXPERTS,
     **EXPERTS,
     "enorm.weight": "enorm.weight",
     "hnorm.weight": "hnorm.weight",

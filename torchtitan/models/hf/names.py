@@ -38,6 +38,11 @@ FEED_FORWARD = {
     "feed_forward.w3.weight": "mlp.up_proj.weight",
 }
 ROUTER = {"moe.router.gate.weight": "mlp.gate.weight"}
+SHARED_EXPERTS = {
+    "moe.shared_experts.w1.weight": "mlp.shared_experts.gate_proj.weight",
+    "moe.shared_experts.w2.weight": "mlp.shared_experts.down_proj.weight",
+    "moe.shared_experts.w3.weight": "mlp.shared_experts.up_proj.weight",
+}
 ROUTER_BIAS = "moe.router.expert_bias"
 EXPERTS = {
     "moe.experts.w1": "mlp.experts.*.gate_proj.weight",

@@ -31,11 +31,7 @@ class MixtralArgs(GroupedMoEArgs):
     max_seq_len: int = 32768
     sliding_window: int = 0  # number of tokens that a token attends to, with itself; 0: all before it
     may_be_zero: ClassVar = (*GroupedMoEArgs.may_be_zero, "sliding_window")
-
-    @property
-    def aux_loss_factor(self) -> float:
-        """Factor with which aux_loss_weight is transformers' coefficient: of a mean over layers, of k an even one."""
-        return self.top_k / self.n_layers
+    mean_aux_loss: ClassVar = True
 
 
 def _mixtral(**sizes: Any) -> MixtralArgs:

@@ -27,6 +27,7 @@ from torchtitan.models.sizes import (
 )
 
 ROUTER = "moe.router.gate.weight"
+SHARED_GATE = "moe.shared_gate.weight"
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -53,6 +54,8 @@ class MoEArgs:
     aux_loss_weight: float = 0.0
     may_be_zero: ClassVar = ("n_shared_experts", "aux_loss_weight", "bias_rate")
     """Sizes that may be 0, which removes a part of the model."""
+    shared_gate: ClassVar = False
+    """True if the output of shared experts is multiplied by the sigmoid of a number for each token."""
 
     def __post_init__(self) -> None:
         check_positive(self, "dim", "expert_dim", "n_experts", "top_k", "n_groups", "top_groups")
@@ -95,8 +98,9 @@ class MoEArgs:
 
     @property
     def moe_parameters(self) -> int:
-        """Number of parameters of one layer: router, experts, shared experts."""
-        return self.dim * self.n_experts + (self.n_experts + self.n_shared_experts) * self.expert_parameters
+        """Number of parameters of one layer: router, experts, shared experts and their gate."""
+        routers = self.n_experts + (self.shared_gate and self.n_shared_experts > 0)
+        return self.dim * routers + (self.n_experts + self.n_shared_experts) * self.expert_parameters
 
     @property
     def active_moe_parameters(self) -> int:
@@ -205,6 +209,8 @@ class GroupedMoEArgs(MoEDecoderArgs, GatedDecoderSizes):
     head_dim: int = 128  # of queries, keys and values; n_heads of them need not add up to dim
     rope_theta: float = 1000000.0
     rope_scaling: RopeScaling | None = None
+    mean_aux_loss: ClassVar = False
+    """True if aux_loss_weight is transformers' coefficient: of the mean over layers, of top_k if loads are even."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -218,6 +224,10 @@ class GroupedMoEArgs(MoEDecoderArgs, GatedDecoderSizes):
         return self.n_kv_heads
 
     @property
+    def aux_loss_factor(self) -> float:
+        return self.top_k / self.expert_layers if self.mean_aux_loss else 1.0
+
+    @property
     def _attention(self) -> Sizes:
         return grouped_attention(self.dim, self.n_heads, self.n_kv_heads, self.head_dim)
 
@@ -225,7 +235,8 @@ class GroupedMoEArgs(MoEDecoderArgs, GatedDecoderSizes):
         return self._attention | self.ffn_linears(layer)
 
     def block_others(self, layer: int) -> Names:
-        return super().block_others(layer) + ((ROUTER,) if STACK in self.ffn_linears(layer) else ())
+        routers = (ROUTER, SHARED_GATE) if self.shared_gate and self.n_shared_experts else (ROUTER,)
+        return super().block_others(layer) + (routers if STACK in self.ffn_linears(layer) else ())
 
     def _matrices(self, moe: int) -> int:
         attention = sum(outputs * inputs for outputs, inputs in self._attention.values())

@@ -32,7 +32,7 @@ class ExpertDecoder(GatedDecoder):
         return MoEBlock(args, attention) if has_experts else GatedDecoder.build_block(args, layer, attention)
 
 
-ROUTED = ("moe.router.gate", "moe.experts", "moe.shared_experts.w*")
+ROUTED = ("moe.router.gate", "moe.experts", "moe.shared_experts.w*", "moe.shared_gate")
 # replicated: expert parallel shards the experts, and shared experts are narrow
 PLAN = replace(
     GATED_PLAN,

@@ -22,7 +22,7 @@ from torch.utils.flop_counter import register_flop_formula
 from torchtitan.models.decoder import ResidualBlock
 from torchtitan.models.layers import SwiGLU, autocast_dtype, autocast_off
 from torchtitan.models.moe import MoEArgs
-from torchtitan.models.moe.router import Router, count
+from torchtitan.models.moe.router import Gate, Router, count
 from torchtitan.parallelisms.steps import Notes, RoutedExperts, Segment, Stepwise
 
 _native = getattr(F, "grouped_mm", None)
@@ -163,9 +163,10 @@ class MoE(Stepwise):
         self.args = args
         self.router = Router(args)
         self.experts = Experts(args.dim, args.expert_dim, args.n_experts)
-        self.shared_experts = None
+        self.shared_experts = self.shared_gate = None
         if args.n_shared_experts:
             self.shared_experts = SwiGLU(args.dim, args.n_shared_experts * args.expert_dim)
+            self.shared_gate = Gate(args.dim, 1, bias=False) if args.shared_gate else None
 
     def steps(self) -> tuple[Segment | RoutedExperts, ...]:
         """Return the steps of x [B, S, D] -> out [B, S, D]. Shared experts may run during communication."""
@@ -173,9 +174,14 @@ class MoE(Stepwise):
         return (
             Segment("route", self._to_experts, ("x",), ("w", "xs"), light=True),
             RoutedExperts("experts", self.experts, "xs", "ys"),
-            *(Segment("shared_experts", lambda _, x: self.shared_experts(x), ("x",), (name,)) for name in shared),
+            *(Segment("shared_experts", self._share, ("x",), (name,)) for name in shared),
             Segment("rest", self._to_tokens, ("w", "ys", *shared), ("out",), light=True),
         )
+
+    def _share(self, notes: Notes, x: torch.Tensor) -> torch.Tensor:
+        """Apply the shared experts and their gate: [B, S, D] -> [B, S, D]."""
+        y = self.shared_experts(x)
+        return y if self.shared_gate is None else y * self.shared_gate(x).sigmoid().to(y.dtype)
 
     def _to_experts(self, notes: Notes, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Choose k experts per token: x [B, S, D] -> weights [N, k], copies sorted by expert [N k, D].

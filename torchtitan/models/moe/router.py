@@ -29,7 +29,7 @@ from torchtitan.models.moe import MoEArgs
 
 
 class Gate(nn.Linear):
-    """Logits of the experts, at least in float32, because rounding could change the choice between close scores."""
+    """Logits of experts, at least in float32, because rounding could change the choice between close scores."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., D] -> logits [..., E], at least float32"""

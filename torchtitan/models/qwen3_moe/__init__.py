@@ -51,12 +51,9 @@ QWEN3_MOE = {
 }
 
 
-def _to_hf(args: Qwen3MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
-    """Return the fields of transformers' Qwen3MoeConfig. Raises JobError for unsupported routing."""
-    check_exported(args, {**PLAIN_SOFTMAX, "n_shared_experts": 0}, "Qwen 3")
-    qwen3_moe_fields = {
-        "architectures": ["Qwen3MoeForCausalLM"],
-        "model_type": "qwen3_moe",
+def qwen_config(args: GroupedMoEArgs, dtype: Any) -> dict[str, Any]:
+    """Return the fields that Qwen 2 and 3 with experts share."""
+    shared_fields = {
         "head_dim": args.head_dim,
         "intermediate_size": args.expert_dim * args.top_k,  # of dense layers; there are none
         "moe_intermediate_size": args.expert_dim,
@@ -68,27 +65,37 @@ def _to_hf(args: Qwen3MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
         "use_sliding_window": False,
         "router_aux_loss_coef": args.aux_loss_weight,
     }
-    return decoder_config(args, dtype) | rotary_config(args) | qwen3_moe_fields
+    return decoder_config(args, dtype) | rotary_config(args) | shared_fields
+
+
+def qwen_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments that `qwen_config` writes."""
+    numbers = ("num_key_value_heads", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
+    sizes = decoder_sizes(config, 32768, *numbers)
+    only = {"hidden_act": "silu", "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    check_supported(config, only)
+    read_number(config, "decoder_sparse_step", 1)  # transformers refuses null here
+    return sizes | {
+        "rope_scaling": scaling_from_hf(config),
+        "n_kv_heads": config["num_key_value_heads"],
+        "head_dim": read_number(config, "head_dim", sizes["dim"] // sizes["n_heads"]),
+        "expert_dim": config["moe_intermediate_size"],
+        "n_experts": config["num_experts"],
+        "top_k": config["num_experts_per_tok"],
+        "normalize_top_k": config.get("norm_topk_prob", False),
+        "aux_loss_weight": read_number(config, "router_aux_loss_coef", 0.001),
+    }
+
+
+def _to_hf(args: Qwen3MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
+    """Return the fields of transformers' Qwen3MoeConfig. Raises JobError for unsupported routing."""
+    check_exported(args, {**PLAIN_SOFTMAX, "n_shared_experts": 0}, "Qwen 3")
+    return qwen_config(args, dtype) | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
 
 
 def _from_hf(config: Mapping[str, Any]) -> Qwen3MoEArgs:
-    numbers = ("num_key_value_heads", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
-    sizes = decoder_sizes(config, 32768, *numbers)
-    only = {"hidden_act": "silu", "attention_bias": False, "use_sliding_window": False, "decoder_sparse_step": 1}
-    check_supported(config, only | {"mlp_only_layers": []})
-    read_number(config, "decoder_sparse_step", 1)  # transformers refuses null here
-    width, heads = sizes["dim"], sizes["n_heads"]
-    return Qwen3MoEArgs(
-        **sizes,
-        rope_scaling=scaling_from_hf(config),
-        n_kv_heads=config["num_key_value_heads"],
-        head_dim=read_number(config, "head_dim", width // heads),
-        expert_dim=config["moe_intermediate_size"],
-        n_experts=config["num_experts"],
-        top_k=config["num_experts_per_tok"],
-        normalize_top_k=config.get("norm_topk_prob", False),
-        aux_loss_weight=read_number(config, "router_aux_loss_coef", 0.001),
-    )
+    check_supported(config, {"attention_bias": False})
+    return Qwen3MoEArgs(**qwen_sizes(config))
 
 
 USED = ("head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob", "mlp_only_layers")

@@ -34,7 +34,8 @@ from torchtitan.plugins.importers.translation import (
 )
 
 MODEL_TYPES = {"distill-qwen": "qwen2", "distill-llama": "llama", "gemma-3": "gemma3_text"}
-MODEL_TYPES |= {"mixtral": "mixtral", "qwen3-30b-a3b": "qwen3_moe", "qwen3-235b-a22b": "qwen3_moe"}
+MODEL_TYPES |= {"qwen1.5-moe": "qwen2_moe", "qwen2-57b-a14b": "qwen2_moe", "mixtral": "mixtral"}
+MODEL_TYPES |= {"qwen3-30b-a3b": "qwen3_moe", "qwen3-235b-a22b": "qwen3_moe"}
 MODEL_TYPES |= {name: name for name in ("mistral", "qwen2", "qwen3")}
 MODEL_TYPES |= {"deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3", "deepseek-r1": "deepseek_v3"}
 MODEL_TYPES |= {"kimi-k2": "kimi_k2"}
