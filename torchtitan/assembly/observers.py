@@ -56,7 +56,8 @@ def guards(options: Guard, folder: Path, built: ParallelModel, built_optimizers:
     replicas = Replicas(built.parts, built_optimizers.optimizers)
     record_rollback = partial(run_folder.record_rollback, folder)
     shards = ShardSums(built.named_parameters(), built_optimizers.optimizers) if options.shard_checksums else None
-    return Guards(steps, replicas, built, options.replica_check_interval, record_rollback, shards)
+    every = options.replica_check_interval
+    return Guards(steps, replicas, built, every, record_rollback, shards, options.replay_every)
 
 
 def metrics(

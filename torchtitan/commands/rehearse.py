@@ -212,6 +212,7 @@ def not_rehearsed(metrics: Metrics, guard: Guard, records: dict[int, Rank]) -> l
     names = ["agreement on the data and time limit, which come before the step"]
     names += ["histograms"] if metrics.histogram_freq else []
     names += ["comparison of replicas"] if guard.replica_check_interval else []
+    names += ["a microbatch on another rank"] if guard.replay_every else []
     reasons = {record["not_rehearsed"] for record in records.values() if record.get("not_rehearsed")}
     return [*names, *(f"a logged step, which needs values ({reason})" for reason in sorted(reasons))]
 

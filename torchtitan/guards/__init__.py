@@ -6,14 +6,15 @@ that must hold equal values are compared.
 
 import logging
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NoReturn
 
 import torch
 
 from torchtitan.guards.checksums import MAX_NAMES_IN_ERRORS, Replicas, ReplicasDiffer, ShardSums
+from torchtitan.guards.probe import compare_forwards
 from torchtitan.guards.steps import WITHOUT_LABELS, BadStep, NonFiniteError, NothingToLearn, RollBack, StepGuard
-from torchtitan.parallelisms.parallel_model import ParallelModel
+from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.process import distributed
 from torchtitan.process.host import host
 
@@ -42,6 +43,7 @@ class Guards:
     """The guards of a run. Every rank has them and makes the same calls at the same steps.
 
     `compare_every`: interval, in steps, at which replicated tensors are compared across ranks; 0 disables it.
+    `replay_every`: the same for a forward that two ranks make.
     `record_rollback(step)` records, on rank 0, that the run returns to a checkpoint because its state after `step` is
     damaged, and returns True if it has done so before.
     """
@@ -54,9 +56,10 @@ class Guards:
         compare_every: int,
         record_rollback: Callable[[int], bool] = lambda step: False,
         shards: ShardSums | None = None,
+        replay_every: int = 0,
     ):
         self.steps, self.replicas, self.model, self.compare_every = steps, replicas, model, compare_every
-        self.record_rollback, self.shards = record_rollback, shards
+        self.record_rollback, self.shards, self.replay_every = record_rollback, shards, replay_every
         self.checkpointer: Any = None
         """The checkpointer that a rollback loads from; set by the trainer once it has one."""
         self._compared = -1
@@ -240,6 +243,14 @@ class Guards:
         if self.compare_every and step != self._compared and (now or step % self.compare_every == 0):
             self.replicas.check()
             self._compared = step
+
+    def replay(self, step: int, batches: Sequence[Batch]) -> None:
+        """Compare the forward of the first of a step's microbatches with another rank's, if it is time to.
+
+        Raises `ReplicasDiffer` on all ranks.
+        """
+        if self.replay_every and step % self.replay_every == 0 and self.model.dims.dp > 1:
+            compare_forwards(self.model, batches[0], step)
 
     def after_load(self) -> None:
         """Forget what belongs to the state before a checkpoint was loaded in the middle of a run. Later steps are

@@ -148,6 +148,7 @@ WITHOUT_END = {
     "metrics.histogram_freq": 0,
     "metrics.save_for_all_ranks": False,
     "guard.replica_check_interval": 0,
+    "guard.replay_every": 0,
     # these may not suit that number of steps, and change nothing in a rehearsed step
     "checkpoint.best_metric": None,
     "lr_scheduler": LRScheduler(decay_type=CONSTANT, warmup_steps=0),

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 
+from torchtitan.adapters import spec_of
 from torchtitan.checkpoint.folders import LOSS
 from torchtitan.config.job import trackers_of
 from torchtitan.config.options import Fault, hint, options, show
@@ -162,6 +163,15 @@ def policies_can_be_followed(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("guard.shard_checksums", "false with optimizer.early_step_in_backward", reason)
 
 
+def loss_is_the_same_on_another_rank(facts: Facts) -> Iterator[Fault]:
+    key = "guard.replay_every"
+    if facts.config.guard.replay_every and facts.job.layout.ep > 1:
+        reason = "experts see the tokens of other samples too, so the bits of a loss depend on the rank; leave it out"
+        yield facts.fault(key, "0 with parallelism.expert_parallel_degree", reason)
+    if facts.config.guard.replay_every and spec_of(facts.config.adapter).stateful:
+        yield facts.fault(key, "0 with an adapter that keeps a cache on each rank", "leave it out")
+
+
 def guards_without_effect(facts: Facts) -> Iterator[Fault]:
     guard = facts.config.guard
     watched = {
@@ -244,6 +254,7 @@ def early_stop_can_be_told(facts: Facts) -> Iterator[Fault]:
 
 RULES: tuple[Rule, ...] = (
     policies_can_be_followed,
+    loss_is_the_same_on_another_rank,
     best_is_measured,
     saves_are_measured,
     early_stop_can_be_told,

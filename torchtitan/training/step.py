@@ -114,6 +114,7 @@ class TrainingStep:
         if not self.has_begun:
             self.has_begun = True
             self.callbacks.run("before_step", data)
+            self.guards.replay(self.state.step + 1, data.microbatches)
         self.stragglers.begin_step(data.seconds)
         self.state.is_complete = not self.steps_in_backward
         loss, valid_tokens = torch.zeros((), device=self.model.device), max(data.valid_tokens, 1)

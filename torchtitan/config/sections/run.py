@@ -115,6 +115,9 @@ class Guard:
     replica_check_interval: NonNegative = 100
     """Steps between comparisons of the state that must be equal on several ranks, also compared before every save; 0:
     never."""
+    replay_every: NonNegative = 0
+    """Steps between comparisons of a forward on two data-parallel ranks: each repeats that of the first microbatch of
+    another rank, which shows a device that computes wrongly. 0: never. Costs two forwards of a microbatch."""
     shard_checksums: bool = False
     """Compute checksums of all weights and optimizer moments after each step, and compare them before the next update
     and every save. A bit flipped in memory is reported with its rank and tensor, and the run goes back to the newest
