@@ -108,14 +108,15 @@ def test_folders_of_save_to_disk_are_read(tmp_path):
     assert list(source.fingerprint["files"]) == ["data-00000-of-00002.arrow", "data-00001-of-00002.arrow"]
     second = pickle.loads(pickle.dumps(source))  # as a spawned worker gets it
     assert second.get(3000) == source.get(3000) and len(pickle.dumps(source)) < 2000
-    hub.DatasetDict(
-        {"train": hub.load_from_disk(one), "validation": hub.Dataset.from_dict({"text": ["held", "out"]})}
-    ).save_to_disk(tmp_path / "dict")
+    held_out = {"validation": ["held", "out"], "test": ["tested"]}
+    splits = {name: hub.Dataset.from_dict({"text": held}) for name, held in held_out.items()}
+    hub.DatasetDict({"train": hub.load_from_disk(one), **splits}).save_to_disk(tmp_path / "dict")
     folder = str(tmp_path / "dict")
     assert [item.text for item in DATASETS["huggingface"](folder, "text").documents()] == texts
-    assert [item.text for item in DATASETS["huggingface_validation"](folder, "text").documents()] == ["held", "out"]
+    for name, held in held_out.items():
+        assert [item.text for item in DATASETS[f"huggingface_{name}"](folder, "text").documents()] == held
     assert documents(tmp_path / "dict/validation") == ["held", "out"]
-    assert "a dataset of several splits (train, validation); give the folder of one" in refusal(tmp_path / "dict")
+    assert "a dataset of several splits (test, train, validation); give the folder of one" in refusal(tmp_path / "dict")
 
 
 def test_malformed_arrow_files_are_refused(tmp_path):

@@ -79,7 +79,7 @@ INFO = {
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("factory")
     for name, config in {
-        "llama": {"model_type": "llama"},
+        "llama": {"model_type": "llama", "torch_dtype": "bfloat16"},
         "half": {"model_type": "llama", "torch_dtype": "float16"},
         "experts": {"model_type": "qwen3_moe"},
         "gpt2": {"model_type": "gpt2"},

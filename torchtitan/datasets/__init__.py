@@ -65,6 +65,7 @@ BUILT_IN = {
     "pretokenized_validation": Dataset(pretokenized.pretokenized_validation),
     "huggingface": _hub_dataset("huggingface", "train"),
     "huggingface_validation": _hub_dataset("huggingface_validation", "validation"),
+    "huggingface_test": _hub_dataset("huggingface_test", "test"),
     "c4": Dataset(tables.c4),
     "c4_validation": Dataset(tables.c4_validation),
     "c4_test": Dataset(tables.c4_test),

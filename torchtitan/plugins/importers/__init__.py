@@ -71,6 +71,13 @@ _BUILTIN = {
         program="llamafactory",
         uses_accelerate=True,
     ),
+    "trl": ImportSource(
+        None,
+        "torchtitan.plugins.importers.trl:read",
+        "sft and dpo, by its command or scripts",
+        program="trl",
+        uses_accelerate=True,
+    ),
     "deepspeed": ImportSource(
         None, "torchtitan.plugins.importers.deepspeed:read", "DeepSpeed's ZeRO stages", program="deepspeed"
     ),

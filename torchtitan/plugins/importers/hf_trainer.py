@@ -9,6 +9,7 @@ from math import ceil
 from pathlib import Path
 from typing import Any
 
+from torchtitan.config.options import hint
 from torchtitan.core.errors import JobError
 from torchtitan.lr_schedules import TRANSFORMERS
 from torchtitan.plugins.importers import deepspeed, launchers
@@ -16,10 +17,12 @@ from torchtitan.plugins.importers.axolotl_options import ADAM, OPTIMIZERS
 from torchtitan.plugins.importers.translation import (
     AUTO,
     FLOAT16,
+    KINDS,
     CommandLine,
     JobDraft,
     Options,
     Setting,
+    Table,
     replicated,
     same,
 )
@@ -128,6 +131,23 @@ ARGUMENTS: dict[str, Setting] = {
     **noted({"any": "generation_max_length generation_num_beams generation_config"}, "nothing is generated"),
 }
 """By name. A default is that of transformers."""
+
+
+def options_of(values: Mapping[str, Any], table: Table, draft: JobDraft) -> Options:
+    """Return the options with these values. Record their translations by `table` in `draft`.
+
+    An option whose value is null has its default, if that is nothing."""
+    options = Options(table, draft)
+    for name, value in values.items():
+        option = table.get(name)
+        if option is None:
+            draft.refuse(name, value, "a known option", hint(name, list(table)))
+        elif value is None and option.default not in (None, False, ""):
+            draft.refuse(name, None, option.allowed(), "or leave it out")
+        elif value is not None:
+            options.add(name, value, KINDS[option.kind][1](value))
+    options.translate()
+    return options
 
 
 class TrainerTranslation:

@@ -4,31 +4,22 @@ The table in llama_factory_options.py translates options that are independent of
 Trainer, llama_factory_data.py the data. The rest is read here: model, method, adapter, preferences.
 """
 
-import os.path
 from collections.abc import Iterable
-from pathlib import Path
-from typing import Any
 
-from torchtitan.config.options import hint
 from torchtitan.core import yaml_file
 from torchtitan.core.errors import JobError
-from torchtitan.models import CONFIG_CONVERTERS, SIZES, family_for_model_type, family_in
-from torchtitan.models.hf.config import CONFIG, read_json
-from torchtitan.plugins.importers.axolotl import MODEL_TYPES, ROUTER_LOSS
+from torchtitan.models import CONFIG_CONVERTERS
 from torchtitan.plugins.importers.axolotl_adapter import MODULES
-from torchtitan.plugins.importers.hf_trainer import TrainerTranslation
+from torchtitan.plugins.importers.hf_model import add_model, weight_type
+from torchtitan.plugins.importers.hf_trainer import TrainerTranslation, options_of
 from torchtitan.plugins.importers.llama_factory_data import FactoryData
 from torchtitan.plugins.importers.llama_factory_options import LOSSES, OPTIONS
 from torchtitan.plugins.importers.programs import table_in
 from torchtitan.plugins.importers.translation import (
     FLOAT16,
-    KINDS,
     LINEARS,
     CommandLine,
     JobDraft,
-    Options,
-    Table,
-    from_folder,
     targets_of,
 )
 
@@ -47,31 +38,11 @@ def read(line: CommandLine) -> JobDraft:
     return draft
 
 
-def read_options(line: CommandLine, table: Table, draft: JobDraft) -> Options:
-    """Read the options of a line's file, overridden by its flags. Record their translations by `table` in `draft`.
-
-    A flag without a value is true. Without a value in a file, an option has its default if that is none.
-    """
-    options = Options(table, draft)
-    values = table_in(line.config) if line.config is not None else {}
-    values |= {name: True if text is None else yaml_file.parse_value(text) for name, text in line.flags}
-    for name, value in values.items():
-        option = table.get(name)
-        if option is None:
-            draft.refuse(name, value, "a known option", hint(name, list(table)))
-        elif value is None and option.default in (None, False, ""):
-            continue
-        elif value is None:
-            draft.refuse(name, None, option.allowed(), "or leave it out")
-        else:
-            options.add(name, value, KINDS[option.kind][1](value))
-    options.translate()
-    return options
-
-
 class _LlamaFactory:
     def __init__(self, line: CommandLine, draft: JobDraft) -> None:
-        self.draft, self.options = draft, read_options(line, OPTIONS, draft)
+        values = table_in(line.config) if line.config is not None else {}
+        values |= {name: True if text is None else yaml_file.parse_value(text) for name, text in line.flags}
+        self.draft, self.options = draft, options_of(values, OPTIONS, draft)
         self.values, self.note, self.refuse = draft.values, draft.notes.append, draft.refuse
         self.folder = self.options["model_name_or_path"]
         trainer = TrainerTranslation("LLaMA-Factory", line, self.options, draft)
@@ -101,57 +72,20 @@ class _LlamaFactory:
             self.refuse("early_stopping_steps", options["early_stopping_steps"], "nothing without held-out data")
 
     def _model(self) -> None:
-        folder = self.folder
+        options, folder = self.options, self.folder
         if folder is None:
             return  # refused by the table
-        try:
-            is_local = os.path.isfile(Path(folder, CONFIG))
-            model_type = next((kind for part, kind in MODEL_TYPES.items() if part in folder.lower()), None)
-            family = family_in(Path(folder)) if is_local else family_for_model_type(model_type)
-        except JobError as error:
-            is_local, family = True, None
-            self.note(str(error))
-        if family is None:
-            self.refuse("model_name_or_path", folder, f"a model of {', '.join(SIZES)}", "no other family is here")
-            return
-        self.values |= from_folder(family, folder) | {"model.tokenizer_path": folder}
-        if not is_local:
-            self.note(f"download {folder} to a folder of that name here; its family is a guess from its name")
-        if self.options["train_from_scratch"]:
+        weight = options["moe_aux_loss_coef"] or None
+        add_model(folder, self.draft, "moe_aux_loss_coef", weight, options["stage"] == "dpo")
+        if options["train_from_scratch"]:
             for name in ("checkpoint.initial_load_path", "checkpoint.initial_load_in_hf"):
-                del self.values[name]
-        if overrides := self._balance(family) | self._dropout(family):
-            self.values["model.overrides"] = overrides
-        length = self.options["cutoff_len"]
-        if self.options["shift_attn"] and length % (2 * GROUPS):
+                self.values.pop(name, None)
+        length = options["cutoff_len"]
+        if options["shift_attn"] and length % (2 * GROUPS):
             self.refuse("cutoff_len", length, f"a multiple of {2 * GROUPS} with shift_attn")
-        elif self.options["shift_attn"]:
+        elif options["shift_attn"]:
             self.values["model.s2_group_size"] = length // GROUPS
             self.note("shift_attn: shifted groups do not wrap around, so that no token sees a later one")
-
-    def _config(self) -> dict[str, Any]:
-        """Return the config.json of the model; empty if it is not on this machine."""
-        path = Path(self.folder or "", CONFIG)
-        return read_json(path) if path.is_file() else {}
-
-    def _balance(self, family: str) -> dict[str, Any]:
-        """Return sizes for the balance of experts, which transformers' models have only if they are told so."""
-        weight = self.options["moe_aux_loss_coef"]
-        if not hasattr(next(iter(SIZES[family].values())), "aux_loss_weight"):
-            if weight:
-                self.refuse("moe_aux_loss_coef", weight, "nothing for a model without experts")
-            return {}
-        if weight or self._config().get(ROUTER_LOSS) is True:
-            self.note("experts are balanced within each sequence here, and over a batch by transformers")
-            return {"aux_loss_weight": weight, "bias_rate": 0.0} if weight else {}
-        self.note("without moe_aux_loss_coef no loss balances the experts: model.overrides turns it off")
-        return {"aux_loss_weight": 0.0, "bias_rate": 0.0}
-
-    def _dropout(self, family: str) -> dict[str, Any]:
-        """Return sizes that turn dropout off, as LLaMA-Factory does for pairs."""
-        sizes = next(iter(SIZES[family].values()))
-        names = ("dropout", "attention_dropout") if self.options["stage"] == "dpo" else ()
-        return {name: 0.0 for name in names if hasattr(sizes, name)}
 
     def _preference(self) -> None:
         options, values = self.options, self.values
@@ -179,8 +113,7 @@ class _LlamaFactory:
         if options["pure_bf16"]:
             values |= {"training.dtype": "bfloat16", "training.mixed_precision_param": "bfloat16"}
         elif not options["bf16"] and options["finetuning_type"] != "full":
-            config = self._config()
-            kind = config.get("dtype", config.get("torch_dtype", "bfloat16"))
+            kind = weight_type(self.folder)
             if kind == "float16":
                 self.refuse("bf16", False, "true for a model in float16", FLOAT16)
             elif kind == "bfloat16":

@@ -30,7 +30,6 @@ class OtherProgram(NamedTuple):
     refusal: str = ""
 
 
-NOT_YET = "its files are not translated yet"
 PROGRAMS = {
     "axolotl": OtherProgram(
         "Axolotl",
@@ -56,7 +55,6 @@ PROGRAMS = {
             padding_free""",
         ("trl",),
         ("sft", "dpo", "grpo", "kto", "reward", "rloo", "distillation"),
-        NOT_YET,
     ),
     "deepspeed": OtherProgram(
         "DeepSpeed",
@@ -86,8 +84,8 @@ COMPONENT = "_component_"
 """Key of torchtune's tables."""
 SECOND_VERSION = "model_class"
 """Key of a file of LLaMA-Factory's second version, which its command reads too if USE_V1 is set."""
-OWN_SCRIPTS = ("sft.py", "dpo.py")
-"""Scripts of trl."""
+OWN_SCRIPTS = {"sft.py": "trl", "dpo.py": "trl"}
+"""Script -> its program, where the flags do not tell."""
 MAJORITY = 2
 """A file with keys of several programs is of the one that has this many times as many of them as any other, and a line
 without a file has at least so many flags of its program."""
@@ -134,8 +132,8 @@ def _recognised(source: str, table: Mapping[str, Any], flags: Collection[str]) -
         return "torchtune"
     marks = {name: sorted({*entry.marks.split()} & {*table, *flags}) for name, entry in PROGRAMS.items()}
     ranking = sorted((name for name in marks if marks[name]), key=lambda name: -len(marks[name]))
-    if not table and (not ranking or len(marks[ranking[0]]) < MAJORITY) and source not in OWN_SCRIPTS:
-        return ""  # another script may have a flag of this name
+    if not table and (not ranking or len(marks[ranking[0]]) < MAJORITY):
+        return OWN_SCRIPTS.get(source, "")  # another script may have a flag of this name
     if not ranking and table:
         examples = "; ".join(
             f"{entry.title}: {', '.join(entry.marks.split()[:3])}" for entry in PROGRAMS.values() if entry.marks

@@ -1,0 +1,334 @@
+"""Translate lines of trl (1.16): `trl sft`, `trl dpo`, and its scripts sft.py and dpo.py, with the file of --config.
+
+hf_trainer.py translates what they share with transformers' Trainer.
+"""
+
+from collections.abc import Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from torchtitan.config.options import hint
+from torchtitan.core import yaml_file
+from torchtitan.core.errors import JobError
+from torchtitan.models.hf.config import read_json
+from torchtitan.plugins.importers.axolotl_adapter import MODULES
+from torchtitan.plugins.importers.hf_model import add_model, weight_type
+from torchtitan.plugins.importers.hf_trainer import (
+    ARGUMENTS,
+    FASTER,
+    TrainerTranslation,
+    noted,
+    options_of,
+    refused,
+)
+from torchtitan.plugins.importers.translation import (
+    FLOAT16,
+    LINEARS,
+    CommandLine,
+    JobDraft,
+    Setting,
+    same,
+    targets_of,
+)
+
+KINDS_OF_SCRIPTS = {"trl sft": "sft", "sft.py": "sft", "trl dpo": "dpo", "dpo.py": "dpo"}
+CONFIG_FLAG = "config"
+SPLITS = {"train": "huggingface", "validation": "huggingface_validation", "test": "huggingface_test"}
+"""Split of a dataset -> how it is read."""
+FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
+ENTRY_KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
+QUERY_VALUE = ("q_proj", "v_proj")
+PEFT_TARGETS: dict[str, tuple[str, ...]] = {
+    **dict.fromkeys(
+        ("llama2", "llama3", "llama3.1", "llama3.2", "mistral", "qwen2", "qwen3", "gemma3", "opt"), QUERY_VALUE
+    ),
+    "gpt2": ("c_attn",),
+    "roberta": ("query", "value"),
+}
+"""Family -> the targets of peft where none are named."""
+LOSSES = {"sigmoid": "dpo", "ipo": "ipo"}
+TYPES = ("float32", "bfloat16", "auto")
+NO_TOKENIZER = "write it into tokenizer_config.json of the model's folder"
+
+COMMON: dict[str, Setting] = {
+    **ARGUMENTS,
+    "logging_steps": replace(ARGUMENTS["logging_steps"], default=10.0),
+    "gradient_checkpointing": replace(ARGUMENTS["gradient_checkpointing"], default=True),
+    "bf16": replace(ARGUMENTS["bf16"], default=True),
+    "dataset_name": Setting("text"),
+    "dataset_config": Setting("text"),
+    "dataset_train_split": Setting("text", "train"),
+    "dataset_test_split": Setting("text", "test"),
+    "datasets": Setting("list"),
+    "test_split_size": Setting("float", least=0),
+    **noted({"any": "dataset_streaming streaming"}, "records are tokenized once, before the run"),
+    **noted({"any": "ignore_bias_buffers"}, "no effect here"),
+    "env": Setting("any", note="set these variables in the environment"),
+    "model_name_or_path": Setting("text", required=True),
+    "model_revision": Setting("text", note="not checked: download this revision into the folder"),
+    **same("dtype torch_dtype", Setting("text", choices=TYPES, reason=FLOAT16)),
+    **noted({"any": "attn_implementation padding_free pad_to_multiple_of trust_remote_code"}, FASTER),
+    "use_peft": Setting("bool", False),
+    "lora_r": Setting("int", 16, least=1),
+    "lora_alpha": Setting("float", 32.0),
+    "lora_dropout": Setting("float", 0.05),
+    **same("lora_target_modules lora_modules_to_save", Setting("words")),
+    **refused("stacks of experts have no adapters", lora_target_parameters=None),
+    **refused("only answers are learned by adapters here", lora_task_type="CAUSAL_LM"),
+    **same("use_rslora use_dora load_in_8bit load_in_4bit use_bnb_nested_quant", Setting("bool", False)),
+    "bnb_4bit_quant_type": Setting("text", "nf4", choices=("nf4",), reason="the only format of 4 bits here"),
+    "bnb_4bit_quant_storage": Setting("text", note="quantized weights are stored as bytes"),
+    **refused("write model.overrides yourself", model_init_kwargs=None),
+    "router_aux_loss_coef": Setting("float"),
+    "dataset_num_proc": Setting("int", to="data.num_proc"),
+    "max_length": Setting("int", 1024, "training.seq_len", least=1),
+    "truncation_mode": Setting("text", "keep_start", choices=("keep_start",), reason="trl gives it up too"),
+    **refused("activations stay on their device", activation_offloading=False),
+    "pad_token": Setting("text", note="padding is masked by its position"),
+}
+"""Arguments of both scripts, with trl's defaults."""
+SFT: dict[str, Setting] = {
+    **COMMON,
+    "learning_rate": replace(ARGUMENTS["learning_rate"], default=2e-5),
+    "chat_template_path": Setting("text"),
+    "dataset_text_field": Setting("text", "text"),
+    **refused("records are always tokenized by their format", dataset_kwargs=None),
+    "eos_token": Setting("text"),
+    "shuffle_dataset": Setting("bool", note="records are always shuffled"),
+    "packing": Setting("bool", False),
+    "packing_strategy": Setting("text", "bfd", choices=("bfd", "bfd_split"), reason="records are kept apart"),
+    "eval_packing": Setting("bool", note="the validation loss is the same packed or not"),
+    "completion_only_loss": Setting("bool"),
+    "assistant_only_loss": Setting("bool", False),
+    "loss_type": Setting("text", "nll", choices=("nll", "chunked_nll"), reason="other losses are not supported"),
+}
+DPO: dict[str, Setting] = {
+    **COMMON,
+    "learning_rate": replace(ARGUMENTS["learning_rate"], default=1e-6),
+    "disable_dropout": Setting("bool", True, choices=(True,), reason="pairs are learned without dropout"),
+    **noted({"any": "precompute_ref_log_probs precompute_ref_batch_size"}, "they are always computed before the run"),
+    "loss_type": Setting("words"),
+    "loss_weights": Setting("any"),
+    **refused("answers are not weighted", ld_alpha=1.0, use_weighting=False),
+    "f_divergence_type": Setting("text", "reverse_kl", choices=("reverse_kl",), reason="others are not supported"),
+    **noted({"any": "f_alpha_divergence_coef discopop_tau"}, "no effect with these losses"),
+    "label_smoothing": Setting("float", note="trl does not use it with sigmoid and ipo"),
+    "beta": Setting("float", 0.1, "dpo.beta"),
+    **refused("the reference does not change", sync_ref_model=False),
+    **noted({"any": "ref_model_mixup_alpha ref_model_sync_steps"}, "no effect without sync_ref_model"),
+}
+
+
+def read(line: CommandLine) -> JobDraft:
+    draft = JobDraft(line.config or line.script, "--")
+    kind = KINDS_OF_SCRIPTS.get(line.script)
+    if kind is None:
+        remedy = "for a file give the line: torchtitan import 'trl sft --config FILE'"
+        raise JobError(f"{line.script}: allowed: {', '.join(KINDS_OF_SCRIPTS)}; {remedy}")
+    _Trl(line, draft, kind).read()
+    return draft
+
+
+class _Trl:
+    def __init__(self, line: CommandLine, draft: JobDraft, kind: str) -> None:
+        self.draft, self.kind, table = draft, kind, SFT if kind == "sft" else DPO
+        self.options = options_of(_values(line, table), table, draft)
+        self.values, self.note, self.refuse = draft.values, draft.notes.append, draft.refuse
+        self.folder = self.options["model_name_or_path"]
+        self.trainer = TrainerTranslation("trl", line, self.options, draft)
+
+    def read(self) -> None:
+        if self.folder is not None:
+            weight = self.options["router_aux_loss_coef"]
+            add_model(self.folder, self.draft, "router_aux_loss_coef", weight, self.kind == "dpo")
+        self._data()
+        if self.kind == "sft":
+            self._answers()
+        else:
+            self._pairs()
+        self._precision()
+        self._adapter()
+        self.trainer.read()
+
+    def _data(self) -> None:
+        options, values = self.options, self.values
+        entries = options["datasets"] or []
+        if options["dataset_name"] is not None and entries:
+            self.note("datasets precede dataset_name")
+        train = [source for entry in entries if (source := self._entry(entry))]
+        if not entries and options["dataset_name"] is not None:
+            train = self._split("dataset_train_split")
+        elif not entries:
+            self.refuse("dataset_name", None, "a dataset", "trl needs it too")
+        if train:
+            values["training.sources"] = train
+        if len(train) > 1:
+            values["training.mixing"] = "sizes"
+        strategy = options["eval_strategy"] or options["evaluation_strategy"] or "no"
+        if options["test_split_size"]:
+            values |= {
+                "validation.enable": True,
+                "validation.samples": 0,
+                "validation.split": options["test_split_size"],
+            }
+        elif strategy != "no" and entries:
+            self.refuse(
+                "eval_strategy", strategy, "no, or test_split_size", "datasets have no held-out part without it"
+            )
+        elif (
+            strategy != "no" and options["dataset_name"] is not None and (held_out := self._split("dataset_test_split"))
+        ):
+            values |= {"validation.enable": True, "validation.samples": 0, "validation.sources": held_out}
+
+    def _split(self, option: str) -> list[dict[str, Any]]:
+        split, name = self.options[option], self.options["dataset_name"]
+        if split not in SPLITS:
+            self.refuse(option, split, " or ".join(SPLITS), "write the split into a file, and name that in the job")
+            return []
+        if name.endswith(FILES):
+            return [{"dataset": "text", "dataset_path": name}]
+        config = self.options["dataset_config"]
+        return [{"dataset": SPLITS[split], "dataset_path": f"{name}:{config}" if config else name}]
+
+    def _entry(self, entry: Any) -> dict[str, Any] | None:
+        """Translate an entry of a mixture."""
+        if not isinstance(entry, dict) or not isinstance(entry.get("path"), str):
+            self.refuse("datasets", entry, "tables that have a path")
+            return None
+        faults = len(self.draft.faults)
+        for key, value in entry.items():
+            if key not in ENTRY_KEYS:
+                self.refuse(f"datasets.{key}", value, "a known key", hint(key, ENTRY_KEYS))
+            elif key in ("data_dir", "columns", "fraction") and value is not None:
+                self.refuse(f"datasets.{key}", value, "nothing", "write what it means into [[training.sources]]")
+        split, name, files = entry.get("split", "train"), entry.get("name"), entry.get("data_files")
+        if split not in SPLITS:
+            self.refuse("datasets.split", split, " or ".join(SPLITS))
+        if len(self.draft.faults) > faults:
+            return None
+        if isinstance(files, str):
+            root = "" if entry["path"] in ("json", "csv", "parquet", "arrow") else entry["path"]
+            return {"dataset": "text", "dataset_path": str(Path(root, files))}
+        if files is not None:
+            self.refuse("datasets.data_files", files, "one path, or a glob")
+            return None
+        return {"dataset": SPLITS[split], "dataset_path": f"{entry['path']}:{name}" if name else entry["path"]}
+
+    def _answers(self) -> None:
+        options, values = self.options, self.values
+        values |= {"task.kind": "sft", "data.packing": "best_fit" if options["packing"] else "off"}
+        values["data.too_long"] = (
+            "split" if options["packing"] and options["packing_strategy"] == "bfd_split" else "truncate"
+        )
+        if options["dataset_text_field"] != "text":
+            values["training.text_field"] = options["dataset_text_field"]
+        only = options["completion_only_loss"]
+        if options["assistant_only_loss"] and only is False:
+            self.note("assistant_only_loss precedes completion_only_loss")
+        values["data.train_on"] = "completion" if options["assistant_only_loss"] or only else "all"
+        if only is None and not options["assistant_only_loss"]:
+            self.note("messages and texts are learned whole, as by trl; for records with prompt and completion set")
+            self.note('data.train_on = "completion", as trl learns only the completions of these')
+        template = options["chat_template_path"]
+        if template is not None and not template.endswith((".jinja", ".j2")):
+            self.refuse("chat_template_path", template, "a .jinja file", "copy the template of that folder into one")
+        elif template is not None:
+            values["data.chat_template"] = template
+        eos = options["eos_token"]
+        if eos is not None and eos != self._end_token():
+            self.refuse("eos_token", eos, "the tokenizer's own", NO_TOKENIZER)
+
+    def _end_token(self) -> Any:
+        path = Path(self.folder or "", "tokenizer_config.json")
+        token = read_json(path).get("eos_token") if path.is_file() else None
+        return token.get("content") if isinstance(token, dict) else token
+
+    def _pairs(self) -> None:
+        options, values = self.options, self.values
+        losses = [name for entry in options["loss_type"] or ["sigmoid"] for name in entry.split()]
+        if len(losses) != 1 or losses[0] not in LOSSES:
+            self.refuse("loss_type", losses, f"one of {', '.join(LOSSES)}", "other losses are not supported")
+        elif options["loss_weights"] not in (None, 1, 1.0, [1.0], "1.0"):
+            self.refuse("loss_weights", options["loss_weights"], "nothing with one loss")
+        values["task.kind"] = LOSSES.get(losses[0], "dpo")
+        values["data.too_long"] = "drop"
+        self.note("not the same: pairs of more than max_length tokens are left out, and counted; trl cuts them")
+
+    def _precision(self) -> None:
+        options, values = self.options, self.values
+        kind = options["dtype"] or options["torch_dtype"] or "float32"
+        if kind == "auto":
+            kind = weight_type(self.folder)
+            self.note(f"dtype auto: weights in {kind}, as config.json says, or would")
+        if kind not in TYPES[:2]:
+            self.refuse("dtype", kind, "float32 or bfloat16", FLOAT16)
+        is_quantized = options["load_in_4bit"] or options["load_in_8bit"]
+        if kind == "bfloat16" and not options["use_peft"]:
+            values |= {"training.dtype": "bfloat16", "training.mixed_precision_param": "bfloat16"}
+        elif kind == "bfloat16" or is_quantized:
+            values["training.mixed_precision_param"] = "bfloat16"
+        if is_quantized and options["use_peft"]:
+            values["training.dtype"] = "bfloat16"  # as trl stores A and B then
+
+    def _adapter(self) -> None:
+        options, values = self.options, self.values
+        bits = [name for name in ("load_in_4bit", "load_in_8bit") if options[name]]
+        if not options["use_peft"]:
+            for name in [*bits, "use_dora", "use_rslora"]:
+                if options[name]:
+                    self.refuse(name, True, "false without use_peft")
+            if ignored := [name for name in COMMON if name.startswith("lora_") and name in options]:
+                self.note(f"no effect without use_peft: {', '.join(ignored)}")
+            return
+        if len(bits) > 1 or (bits and options["use_dora"]):
+            self.refuse(bits[0], True, "one of load_in_4bit, load_in_8bit and use_dora", "choose one")
+        if "load_in_4bit" in bits and not options["use_bnb_nested_quant"]:
+            self.refuse("use_bnb_nested_quant", False, "true with load_in_4bit", "scales are always in 8 bits here")
+        kinds = {"load_in_4bit": "qlora", "load_in_8bit": "lora_int8"}
+        kind = kinds[bits[0]] if bits else "dora" if options["use_dora"] else "lora"
+        values |= {"adapter.kind": kind, "adapter.rank": options["lora_r"], "adapter.alpha": options["lora_alpha"]}
+        values |= {"adapter.dropout": options["lora_dropout"] if self.kind == "sft" else 0.0, "adapter.save": "alone"}
+        if self.kind == "dpo" and "lora_dropout" in options:
+            self.note("no effect for pairs, which trl learns without dropout: lora_dropout")
+        if options["use_rslora"]:
+            values["adapter.rslora"] = True
+        self._targets()
+        modules = [name for entry in options["lora_modules_to_save"] or [] for name in entry.split()]
+        if unknown := [name for name in modules if name not in MODULES]:
+            self.refuse("lora_modules_to_save", unknown, f"some of {', '.join(MODULES)}")
+        elif modules:
+            values["adapter.train_fully"] = [MODULES[name] for name in modules]
+            self.note("peft's layout has no place for fully trained parts: torchtitan export --merge writes the result")
+        elif kind != "dora":
+            values["adapter.last_save_in_peft"] = True
+
+    def _targets(self) -> None:
+        names = [name for entry in self.options["lora_target_modules"] or [] for name in entry.split()]
+        if not self.options["lora_target_modules"]:
+            names = list(PEFT_TARGETS.get(self.values.get("model.name", ""), ()))
+        if names == ["all-linear"]:
+            self.values["adapter.target"] = ["all-linear"]
+        elif not names or any(name not in LINEARS for name in names):
+            self.refuse("lora_target_modules", names or None, f"all-linear, or some of {', '.join(LINEARS)}")
+        else:
+            self.values["adapter.target"] = targets_of(names)
+
+
+def _values(line: CommandLine, table: Mapping[str, Setting]) -> dict[str, Any]:
+    """Return the values of a line: those of the file that --config names, overridden by the flags."""
+    values: dict[str, Any] = {}
+    for name, text in line.flags:
+        if name == CONFIG_FLAG:
+            values = yaml_file.read(text or "") | values
+    if line.config is not None:
+        values = yaml_file.read(line.config) | values
+    for name, text in line.flags:
+        negated = name.removeprefix("no_")
+        if name == CONFIG_FLAG:
+            continue
+        if text is None and name not in table and negated in table:
+            values[negated] = False
+        else:
+            values[name] = True if text is None else yaml_file.parse_value(text)
+    return values
