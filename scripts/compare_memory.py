@@ -1,6 +1,6 @@
 """Compare the memory that the formula predicts with rehearsals, on random legal plans of models of published widths.
 
-    python scripts/compare_memory.py --count 200 [--seed 1] [--kinds dense|experts|all]
+    python scripts/compare_memory.py --count 200 [--seed 1] [--kinds dense|experts|all|adapters]
 
 Prints each plan that differs by more than 3 % of the rehearsed peak, and how many do. Takes about 2 s a plan.
 """
@@ -14,14 +14,14 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from tests.support.memory_plans import MODELS, memory_plans
+from tests.support.memory_plans import MODELS, adapter_plan, memory_plan
 from torchtitan.config.manager import load
 from torchtitan.job import ResolvedJob
 from torchtitan.planner.estimate import predict, worst
 from torchtitan.planner.memory.closed_form import predict_memory
 
 GIB, TOLERANCE = 2**30, 0.03
-KINDS = {"dense": MODELS[:6], "experts": MODELS[6:], "all": MODELS}
+KINDS = {"dense": MODELS[:6], "experts": MODELS[6:], "all": MODELS, "adapters": None}
 
 
 def main() -> int:
@@ -32,7 +32,9 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     errors = []
-    for number, (ranks, arguments) in enumerate(memory_plans(options.seed, options.count, KINDS[options.kinds])):
+    models = KINDS[options.kinds]
+    for number in range(options.count):
+        ranks, arguments = memory_plan(options.seed, number, models) if models else adapter_plan(options.seed, number)
         job = ResolvedJob(load(arguments), ranks, "cuda")
         predicted, rehearsed = predict_memory(job).total, worst(predict(job))
         errors.append(predicted / rehearsed.peak - 1)

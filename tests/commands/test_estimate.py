@@ -204,6 +204,8 @@ MESSAGES = {
     "CP 2, all-to-all": (["context_parallel_degree=2", "context_parallel_rotate_method=alltoall"], 8),
     "CP 16 over two machines": (["context_parallel_degree=16"], 32),
     "no resharding": (["fsdp_reshard_after_forward=never"], 16),
+    "LoRA": (["adapter"], 16),
+    "LoRA, TP 4, full recompute": (["adapter", "tensor_parallel_degree=4", "full"], 16),
     "TP 2, CP 2, replicas": (
         ["tensor_parallel_degree=2", "context_parallel_degree=2", "data_parallel_replicate_degree=2"],
         16,
@@ -216,7 +218,8 @@ def test_the_planner_has_the_messages_of_the_rehearsal(name):
     """Sums of single numbers (the loss, the norm of the gradient) are left out by the planner."""
     options, ranks = MESSAGES[name]
     recompute = "full" if "full" in options else "none"
-    arguments = [f"--parallelism.{option}" for option in options if option != "full"]
+    arguments = [f"--parallelism.{option}" for option in options if option not in ("full", "adapter")]
+    arguments += ["--adapter.kind=lora", "--adapter.rank=16"] * ("adapter" in options)
     rehearsed, formula = run_alone(messages_of_job, [*arguments, f"--activation_checkpoint.mode={recompute}"], ranks)
     assert formula.keys() == rehearsed.keys()
     for axis, seconds in formula.items():
@@ -229,7 +232,7 @@ def test_the_step_takes_as_long_as_by_the_planner():
     timer = StepTimer(Workload.of(job, 64), load_hardware("h100-80"), usual_calibration(load_hardware("h100-80")))
     (line,) = estimate.step_line(job, options)
     assert line.startswith(f"a step takes {timer.step_time(Plan.of(job, 64)).seconds:.3g} s (")
-    adapted = ResolvedJob(manager.load(["--job.config_file=llama3_8b", "--adapter.kind=lora"]), 64, "cuda")
+    adapted = ResolvedJob(manager.load(["--job.config_file=llama3_8b", "--adapter.kind=dora"]), 64, "cuda")
     assert estimate.step_line(adapted, options) == []
 
 

@@ -49,10 +49,14 @@ def test_other_hardware_without_a_plan_that_counts_as_fitting_says_so():
     assert line.split(maxsplit=2)[2] == "no plan that counts as fitting"
 
 
-def test_adapters_are_predicted_by_another_command():
+@pytest.mark.parametrize("state", [1.0, 2.0])
+def test_a_job_that_does_not_fit_is_told_what_needs_less(state):
     result = Result(excluded=Counter(memory=1))
-    text = answer.no_plan(result, gpus=1, memory=1.0, state=2.0)
-    assert 'adapter.kind = "lora" or "qlora"; `torchtitan estimate` predicts its memory' in text
+    text = answer.no_plan(result, gpus=1, memory=1.0, state=state, smaller="a GPU needs 1 B with less")
+    assert text.endswith(
+        "; a GPU needs 1 B with less; or give more --gpus" if state > 1 else "a GPU needs 1 B with less"
+    )
+    assert "smaller training.seq_len" in text or state > 1
 
 
 def test_step_times_of_gpus_without_published_rows_are_extrapolated():

@@ -145,12 +145,12 @@ def test_expert_parallel_gathers_only_what_is_sharded():
     """With experts on all ranks once, FSDP sends the other weights alone."""
     timer = StepTimer(Workload.of(resolved("deepseek_671b"), 64), H100)
     plan = Plan(shards=64, ep=64)
-    dense, experts = timer.rank_weights(plan)
+    dense, experts, _ = timer.rank_weights(plan)
     gather, blocks = timer.messages.links.gather, timer.workload.args.n_layers
     assert plan.expert_shards == 1
     assert timer.messages.gather_weights(plan, 2 * dense, experts) == gather(2 * dense, 64, 1, blocks)
     half = dataclasses.replace(plan, ep=32)
-    dense, experts = timer.rank_weights(half)
+    dense, experts, _ = timer.rank_weights(half)
     expected = gather(2 * dense, 64, 1, blocks).and_then(gather(2 * experts, 2, 32, blocks))
     assert timer.messages.gather_weights(half, 2 * dense, experts) == expected
 
@@ -159,7 +159,7 @@ def test_fsdp_gathers_blocks_twice_and_both_ends_once():
     """The embedding and the head stay gathered from forward to backward, as parallelisms/data_parallel.py has it."""
     timer = StepTimer(Workload.of(resolved("llama3_8b"), 8), H100)
     plan = Plan(shards=8)
-    dense, _ = timer.rank_weights(plan)
+    dense, *_ = timer.rank_weights(plan)
     ends, gather, blocks = 2 * 128256 * 4096, timer.messages.links.gather, 32
     reduced = gather(4 * dense, 8, 1, blocks).seconds
     total = gather(2 * dense, 8, 1, blocks).seconds + gather(2 * (dense - ends), 8, 1, blocks).seconds + reduced
@@ -626,12 +626,31 @@ def test_an_explanation_is_part_of_the_json(capsys):
     assert any("matrix products" in line for line in answer["explanation"])
 
 
+def test_adapters_of_8b_fit_on_one_card_of_24_gb():
+    """LoRA may fit, as its frozen model takes two thirds of the card; QLoRA fits. The adapter's rank is the job's."""
+    options = ("--training.seq_len", "2048", "--adapter.rank", "16", "--adapter.kind")
+    plans = {}
+    for kind in ("lora", "qlora"):
+        _, result = searched("llama3_8b", 1, 16, "rtx-4090", *options, kind, top=1)
+        plans[kind] = result.best or result.may_fit
+    (lora,), (qlora,) = plans.values()
+    assert lora.plan.pp == qlora.plan.pp == 1
+    assert qlora.memory.parameters < 6 * 2**30 < 14 * 2**30 < lora.memory.parameters
+    assert lora.memory.needed <= 24 * 2**30
+
+
+def test_jobs_with_an_adapter_have_plans_without_a_pipeline(capsys):
+    pipeline = ("--parallelism.pipeline_parallel_degree", "2")
+    answer = run(capsys, *SMALL, "--gpus", "4", "--quick", "--adapter.kind", "lora", "--adapter.rank", "8", *pipeline)
+    assert "PP " not in answer and "job  is not predicted: the formulas describe adapters without a pipeline" in answer
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
         (["--gpus", "8"], "no job is given"),
         ([*SMALL, "--gpus", "8", "--gpu", "h100"], "allowed: a10, a100-40"),
-        ([*SMALL, "--gpus", "8", "--quick", "--memory", "1MiB"], "state alone take .* train an adapter"),
+        ([*SMALL, "--gpus", "8", "--quick", "--memory", "1MiB"], "state alone take .* adapter.kind = .qlora"),
         ([*SMALL, "--gpus", "8", "--quick", "--memory", "17MiB"], "most by memory: give more --gpus"),
         ([*SMALL, "--gpus", "8", "--quick", "--deadline", "1min", "--tokens", "1e15"], "most by deadline or budget"),
         ([*SMALL, "--gpus", "8", "--budget", "5"], "needs the price"),
@@ -653,7 +672,8 @@ def test_an_explanation_is_part_of_the_json(capsys):
         ([*SMALL, "--gpus", "1", "--quick", "--explain", "99"], "the plans found"),
         (["llama3_405b", "--gpus", "24"], "set training.global_batch_size"),
         ([*SMALL, "--gpus", "8", "--optimizer.name", "Adamm"], "AdamW"),
-        ([*SMALL, "--gpus", "8", "--adapter.kind", "lora"], "adapter"),
+        ([*SMALL, "--gpus", "8", "--adapter.kind", "dora"], "adapter.kind = 'dora': the formulas"),
+        (["llama3_8b", "--gpus", "1", "--gpu", "rtx-4090", "--quick"], 'GiB with adapter.kind = "qlora" .*fits'),
     ],
 )
 def test_errors_say_what_to_do(arguments, message):

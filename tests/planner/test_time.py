@@ -15,7 +15,7 @@ from torchtitan.core.hardware import Curve, Curves, load_hardware
 from torchtitan.job import ResolvedJob
 from torchtitan.models.sizes import NORMS
 from torchtitan.parallelisms.fsdp_messages import BLOCK, PIECE, block_bytes
-from torchtitan.planner import answer, rehearsal
+from torchtitan.planner import answer, estimate, rehearsal
 from torchtitan.planner.memory.closed_form import MemoryPrediction
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.search import Candidate, PipelineTimer
@@ -91,7 +91,7 @@ def test_gathers_on_a_cpu_add_to_computation(passes):
     The embedding and the head are gathered once.
     """
     plan, times = Plan(shards=2, microbatch=8 // passes, passes=passes), timer()
-    (weights, _), link = times.rank_weights(plan), CPU.machine_link
+    weights, link = times.rank_weights(plan).dense, CPU.machine_link
     args, size = times.workload.args, times.workload.compute_bytes
     gathered_again = weights - 2 * args.vocab_size * args.dim
 
@@ -215,7 +215,7 @@ def test_replicas_on_a_cpu_add_their_sums_and_pipelines_their_gathers():
     blocks, size = times.workload.args.n_layers, 4 * times.stored(plan, times.rank_weights(plan))
     assert times.step_time(plan).parts["fsdp"] == pytest.approx(2 * (blocks * link.latency + size / 2 / link.bandwidth))
     pipeline = Plan(shards=2, pp=2, schedule="1F1B", microbatches=8)
-    (weights, _), turns, blocks = times.rank_weights(pipeline), 2, blocks / 2
+    weights, turns, blocks = times.rank_weights(pipeline).dense, 2, blocks / 2
     sizes = (times.workload.compute_bytes * weights, 4 * weights)
     copied = turns * times._moved(2 * sum(sizes))
     expected = copied + turns * sum(blocks * link.latency + size / 2 / link.bandwidth for size in sizes)
@@ -377,3 +377,47 @@ def test_plans_of_the_script_train_the_same_and_are_legal(script, tmp_path):
         rows = plans[-1].shards * plans[-1].replicas * plans[-1].microbatch * plans[-1].microbatches * plans[-1].passes
         assert rows == script.SAMPLES == config.training.global_batch_size
     assert all(a != b for a, b in itertools.combinations(plans, 2))
+
+
+# Adapters
+
+
+def adapted_step(kind, recompute="none", gpus=1):
+    """Return the time of a step of 8B with 4 samples of 4,096 tokens and an adapter of rank 16, and the workload."""
+    arguments = [f"--adapter.kind={kind}", "--adapter.rank=16", "--training.seq_len=4096"]
+    job = ResolvedJob(manager.load(["--job.config_file=llama3_8b", *arguments]), gpus, "cuda")
+    times = StepTimer(Workload.of(job, 4), load_hardware("h100-80"))
+    return times.step_time(Plan(shards=gpus, microbatch=4 // gpus, recompute=recompute)), times.workload
+
+
+@pytest.mark.parametrize("recompute", ["none", "op", "full"])
+def test_a_frozen_model_has_no_products_for_gradients_of_its_weights(recompute):
+    """So a step of an adapter takes less than full training and more than forward, a third of that."""
+    full, lora, qlora = (adapted_step(kind, recompute)[0] for kind in ("none", "lora", "qlora"))
+    assert full.parts["products"] / 3 < lora.parts["products"] < 0.8 * full.parts["products"]
+    assert full.seconds / 3 < lora.seconds < full.seconds
+    assert qlora.parts["products"] == lora.parts["products"]
+    assert lora.parts["memory"] < qlora.parts["memory"]  # unpacks in forward and in backward
+    unpacked = qlora.parts["memory"] - lora.parts["memory"]
+    assert qlora.parts["recompute"] - lora.parts["recompute"] == pytest.approx(
+        0.0 if recompute == "none" else unpacked / 2
+    )
+
+
+def test_flops_of_adapters_are_those_of_the_rehearsal():
+    _, workload = adapted_step("lora")
+    job = ResolvedJob(
+        manager.load(["--job.config_file=llama3_8b", "--adapter.kind=lora", "--adapter.rank=16"]), 1, "cuda"
+    ).with_options({"training.seq_len": 4096, "training.local_batch_size": 4})
+    assert workload.flops == pytest.approx(estimate.flops_of_a_rank(job))
+
+
+def test_a_frozen_model_is_gathered_and_only_the_adapter_reduced():
+    (full, lora, qlora) = (adapted_step(kind, gpus=4) for kind in ("none", "lora", "qlora"))
+    sent = []
+    for _, workload in (full, lora, qlora):
+        times = StepTimer(workload, load_hardware("h100-80"))
+        sent.append(times.messages_of_step(Plan(shards=4))["fsdp"].transfer)
+    # of full training 2 x 2 bytes gathered and 4 reduced for each weight; with packed weights half a byte gathered
+    assert sent[1] == pytest.approx(sent[0] / 2, rel=0.1)
+    assert sent[2] < 0.4 * sent[1]

@@ -1,7 +1,10 @@
-"""Random legal plans of models of published widths with few layers, to compare predictions of their memory."""
+"""Random legal plans of models of published widths with few layers, to compare predictions of their memory.
+
+They train all weights, or an adapter.
+"""
 
 import random
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 from torchtitan.config.manager import load
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES
@@ -18,15 +21,26 @@ MODELS = (
     ("deepseek", "671B"),
 )
 RECOMPUTE = (("none", "op"), ("full", "op"), ("selective", "op"), ("selective", "2"))
+ADAPTED_MODELS = (("llama3", "8B"), ("llama3", "70B"), ("llama3.2", "1B"), ("qwen3", "8B"), ("llama2", "7B"))
+TARGETS = ('["all-linear"]', '["*.wq","*.wv"]', '["*attention*"]', '["*feed_forward*"]')
 NOT_READ = ("model.tokenizer_path", "training.dataset", "data.")
 """Prefixes of options with faults that do not matter, as nothing is trained."""
 
 
 def memory_plan(seed: int, index: int, models: tuple[tuple[str, str], ...] = MODELS) -> tuple[int, list[str]]:
     """Return the number of ranks and the command line of a legal job."""
-    chooser = random.Random(f"{seed}/{index}")
+    return _first_legal(f"{seed}/{index}", lambda chooser: _proposed(chooser, models))
+
+
+def adapter_plan(seed: int, index: int) -> tuple[int, list[str]]:
+    """Return the number of ranks and the command line of a legal job with an adapter."""
+    return _first_legal(f"{seed}/{index}", _proposed_adapter)
+
+
+def _first_legal(seed: str, propose: Callable[[random.Random], tuple[int, list[str]]]) -> tuple[int, list[str]]:
+    chooser = random.Random(seed)
     while True:
-        ranks, arguments = _proposed(chooser, models)
+        ranks, arguments = propose(chooser)
         faults = check(load(arguments), ranks, "cuda")
         if all(fault.key.startswith(NOT_READ) for fault in faults):
             return ranks, arguments
@@ -73,3 +87,36 @@ def _proposed(chooser: random.Random, models: tuple[tuple[str, str], ...]) -> tu
     if family in ("qwen3_moe", "deepseek"):
         settings["parallelism.expert_parallel_degree"] = choose((1, 8, 32))
     return shard * replicas * tp * cp * pp, [f"--{name}={value}" for name, value in settings.items()]
+
+
+def _proposed_adapter(chooser: random.Random) -> tuple[int, list[str]]:
+    choose = chooser.choice
+    family, flavor = choose(ADAPTED_MODELS)
+    tp, shard, replicas, cp = choose((1, 1, 2, 4)), choose((1, 1, 4, 16)), choose((1, 1, 1, 2)), choose((1, 1, 1, 2))
+    mode, option = choose(RECOMPUTE)
+    local = choose((1, 2, 4))
+    settings = {
+        "model.name": family,
+        "model.flavor": flavor,
+        "model.overrides": f"{{n_layers = {chooser.randint(2, 8)}}}",
+        "model.tokenizer_path": "bytes",
+        "training.document_mask": "false",
+        "training.seq_len": choose((1024, 2048, 4096)),
+        "training.local_batch_size": local,
+        "training.global_batch_size": local * shard * replicas * choose((1, 1, 2)),
+        "training.loss_chunks": choose((0, 0, 4)),
+        "training.dtype": choose(("float32", "float32", "bfloat16")),
+        "training.enable_cpu_offload": choose(("false", "false", "false", "true")),
+        "activation_checkpoint.mode": mode,
+        "activation_checkpoint.selective_ac_option": option,
+        "parallelism.data_parallel_shard_degree": shard,
+        "parallelism.data_parallel_replicate_degree": replicas,
+        "parallelism.tensor_parallel_degree": tp,
+        "parallelism.context_parallel_degree": cp,
+        "adapter.kind": choose(("lora", "qlora", "qlora", "lora_int8")),
+        "adapter.rank": choose((8, 16, 64, 256)),
+        "adapter.dropout": choose((0.0, 0.0, 0.05)),
+        "adapter.target": choose(TARGETS),
+        "optimizer.name": choose(("AdamW", "AdamW", "AdamW8bit")),
+    }
+    return shard * replicas * tp * cp, [f"--{name}={value}" for name, value in settings.items()]

@@ -236,8 +236,7 @@ class Adapter:
         """
         num_frozen = weights - self.trained_weights_per_token
         num_removed = sum(map(math.prod, self.removed_shapes.values()))
-        change = 6 * self.added_weights_per_token - 2 * num_frozen - 4 * num_removed
-        return FlopsPerToken(full=plain.full + change, causal=plain.causal + change)
+        return plain.with_adapter(self.added_weights_per_token, num_frozen, num_removed)
 
     def lr_multiplier(self, name: str) -> float:
         """Return the learning-rate multiplier of a trained parameter."""

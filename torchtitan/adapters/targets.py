@@ -115,6 +115,14 @@ def quantization_block(inputs: int) -> int:
     return block if block >= SMALLEST_BLOCK else 0
 
 
+def packed_bytes(kind: str, outputs: int, inputs: int) -> float:
+    """Return the bytes of a packed matrix [outputs, inputs] of a kind in QUANTIZED_MULTIPLES (quantized.py)."""
+    codes = outputs * inputs
+    if kind == "lora_int8":
+        return codes + 4 * outputs
+    return codes / 2 + codes / quantization_block(inputs) + 4 * outputs
+
+
 def with_wildcards(names: Iterable[str]) -> list[str]:
     """Return the distinct names with a star in place of each number."""
     return list(dict.fromkeys(".".join("*" if p.isdecimal() else p for p in name.split(".")) for name in names))

@@ -48,6 +48,7 @@ from torchtitan.planner.failures import Failures
 from torchtitan.planner.memory.closed_form import NEEDED, RESERVED, fit, needed, reserved
 from torchtitan.planner.plan import Plan, Workload, planning_obstacle
 from torchtitan.planner.search import Candidate, Limits, Result, Search, faults_as_new
+from torchtitan.planner.smaller_states import remedy
 from torchtitan.planner.time.measured_runs import calibrate, usual_calibration
 from torchtitan.rules.loading import load_job
 
@@ -162,7 +163,9 @@ def main(argv: list[str]) -> int:
         number = max(options.top, options.explain or 0, options.rehearse)
         result = find_robust(question.search, options.gpus, number, question.limits, MOST_UNCERTAIN)
     if not result.plans:
-        raise JobError(no_plan(result, options.gpus, question.limits.memory, question.search.state))
+        memory = question.limits.memory
+        smaller = remedy(question.search, options.gpus, memory)
+        raise JobError(no_plan(result, options.gpus, memory, question.search.state, smaller))
     if options.explain and options.explain > len(result.plans):
         raise JobError(f"--explain: given {options.explain}; allowed: 1 to {len(result.plans)}, the plans found")
     with waiting("other hardware is tried"):
@@ -197,6 +200,8 @@ class PlanRequest:
         job = self.search.base
         if faults := faults_as_new(job):
             return f"is not legal on {gpus_text(self.gpus)}: {faults[0]}"
+        if job.layout.pp > 1 and self.search.workload.base is not None:
+            return "is not predicted: the formulas describe adapters without a pipeline"
         return self.search.candidate(Plan.of(job, self.search.samples))
 
     def alternatives(self) -> list[tuple[str, Candidate | None]]:

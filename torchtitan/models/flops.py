@@ -39,6 +39,14 @@ class FlopsPerToken:
     full: float  # every query attends to all keys, or a full window, as in older tables
     causal: float  # the work of a causal kernel
 
+    def with_adapter(self, added: float, frozen: float, removed: float = 0.0) -> "FlopsPerToken":
+        """Return the FLOPs with `added` trained weights if, of the model's, some are frozen and some are removed.
+
+        A frozen weight costs 4, as its gradient's product is not computed.
+        """
+        change = 6 * added - 2 * frozen - 4 * removed
+        return FlopsPerToken(full=self.full + change, causal=self.causal + change)
+
 
 def flops_per_token(sizes: ModelSizes, seq_len: int) -> FlopsPerToken:
     full, causal = mean_over_layers(sizes, seq_len, min), mean_over_layers(sizes, seq_len, causal_keys)

@@ -15,12 +15,6 @@ from torchtitan.planner.time.messages import PARTS, Calibration
 COUNTED, SIMULATED, FORMULA, ASSUMED = "counted", "simulated", "formula", "assumed"
 ASSUMED_PARTS = {"cp": "messages", "fsdp": "fsdp", "optimizer": "optimizer"}
 """Parts that published runs do not fit, and the factor by which other runs do. None fits the optimizer."""
-SMALLER_STATE = (
-    'train an adapter (adapter.kind = "lora" or "qlora"; `torchtitan estimate` predicts its memory, `torchtitan plan` '
-    'does not), store the optimizer state in 8 bits (optimizer.name = "AdamW8bit") or everything in bfloat16 '
-    "(training.dtype), keep the state on the host (training.enable_cpu_offload), or give more --gpus"
-)
-"""Remedy where not even the state of a job fits."""
 HEADER = f"{'':4}{'s/step':>9} {'tok/s/GPU':>9} {'MFU':>6} {'GiB, low-high':>14} {'bubble':>7}  "
 
 
@@ -157,8 +151,11 @@ def loss_of(plan: Candidate, best: Candidate, memory: float) -> str:
     return f"takes {slower:.1%} longer: {texts}"
 
 
-def no_plan(result: Result, gpus: int, memory: float, state: float) -> str:
-    """Return the error if no plan is legal: which constraint excludes most. `state`: bytes of a replica's."""
+def no_plan(result: Result, gpus: int, memory: float, state: float, smaller: str) -> str:
+    """Return the error if no plan is legal: which constraint excludes most.
+
+    `state`: bytes of a replica's. `smaller`: what a GPU needs with options that make the state smaller.
+    """
     counts = ", ".join(f"{name} {count:,}" for name, count in result.excluded.most_common(4))
     if not result.complete:
         searched = f"the search ended at its limit of {MOST_ACTIONS:,} steps, and none of the plans before it is legal"
@@ -170,9 +167,10 @@ def no_plan(result: Result, gpus: int, memory: float, state: float) -> str:
     if most == "memory" and state > gpus * memory:
         sizes = f"parameters, gradients and optimizer state alone take {format_bytes(state)}"
         has = f"{gpus_text(gpus)} ha{'s' if gpus == 1 else 've'} {format_bytes(gpus * memory)}"
-        return f"no legal plan: {sizes}, and {has}; {SMALLER_STATE}"
+        return f"no legal plan: {sizes}, and {has}; {smaller or 'nothing makes it smaller'}; or give more --gpus"
     remedies = {
-        "memory": f"give more --gpus, a --gpu with more than {format_bytes(memory)}, or a smaller training.seq_len",
+        "memory": f"give more --gpus, a --gpu with more than {format_bytes(memory)}, or a smaller training.seq_len"
+        + f"; {smaller}" * bool(smaller),
         "deadline or budget": "give a later --deadline, a larger --budget, or more --gpus",
     }
     remedy = remedies.get(most, f"change {most} in the job")

@@ -19,7 +19,8 @@ from torchtitan.models.sizes import STACK, Sizes
 from torchtitan.parallelisms.degrees import NEEDS_DEGREE, expert_shards
 from torchtitan.parallelisms.fsdp_messages import BITS, BLOCK, block_bytes
 from torchtitan.parallelisms.pipeline.cut import schedule_traits, split_layers, stages_of_rank
-from torchtitan.planner.memory.rank_layout import BYTES, float8_weights
+from torchtitan.planner.frozen_base import BYTES, FrozenBase, adapter_obstacle
+from torchtitan.planner.memory.rank_layout import float8_weights
 
 Changes = dict[str, Any]
 """Options of a job by dotted name."""
@@ -27,11 +28,11 @@ Changes = dict[str, Any]
 
 def planning_obstacle(model: JobModel) -> str:
     """Return why the formulas do not describe a job of this model; empty if they do."""
-    name, adapter, task = model.model.name, model.adapter.kind, model.task.kind
+    name, task = model.model.name, model.task.kind
     if not hasattr(model.args, "block_linears"):
         return f"model.name = {name!r}: the formulas are of decoders; `torchtitan estimate` predicts its memory"
-    if adapter != "none":
-        return f"adapter.kind = {adapter!r}: the formulas are of jobs that train all weights; leave it out"
+    if obstacle := adapter_obstacle(model):
+        return obstacle
     if task not in ("pretrain", "sft"):
         return f"task.kind = {task!r}: the formulas are of next-token losses; use `torchtitan bench`"
     return ""
@@ -66,6 +67,8 @@ class Workload:
     gathers_once: bool = False
     """Weights are gathered and gradients reduced once in a step and not in every pass, as by Megatron's distributed
     optimizer; no job here has it."""
+    base: FrozenBase | None = None
+    """The frozen model under an adapter; None if all weights are trained."""
 
     @classmethod
     def of(cls, job: ResolvedJob, samples: int) -> "Workload":
@@ -89,6 +92,7 @@ class Workload:
             float8_share=sum(float8_weights(layout, args, layer) for layer in layers) / (dense + ends),
             reduced_bytes=BYTES[training.mixed_precision_reduce],
             reduce_bits=BITS[degrees.fsdp_quantized_reduce],
+            base=FrozenBase.of(job),
         )
 
     @property
@@ -119,7 +123,11 @@ class Workload:
     def flops(self) -> float:
         """FLOPs of a step on all GPUs, with causal attention and without recomputation (models/flops.py)."""
         count_flops = latent_flops_per_token if hasattr(self.args, "kv_lora_rank") else flops_per_token
-        return count_flops(self.args, self.seq_len).causal * self.tokens
+        flops = count_flops(self.args, self.seq_len)
+        if self.base is not None:
+            added = sum(self.base.added(self.args.block_linears(layer), 1) for layer in range(self.args.n_layers))
+            flops = flops.with_adapter(added, self.args.num_matmul_parameters)
+        return flops.causal * self.tokens
 
     @cached_property
     def kinds(self) -> list[Sizes]:

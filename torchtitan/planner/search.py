@@ -27,6 +27,7 @@ from torchtitan.parallelisms.pipeline.cut import SCHEDULES, check_microbatches
 from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
 from torchtitan.planner.memory.closed_form import MemoryPrediction, predict_memory
+from torchtitan.planner.memory.rank_sizes import RankSizes
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.time.messages import Calibration, Parts, StepTime
 from torchtitan.planner.time.step_time import StepTimer
@@ -86,7 +87,7 @@ class Space:
                     continue
                 for pp in self._divisors(self.gpus // tp // cp):
                     shards = self.gpus // (tp * cp * pp)
-                    if pp > args.n_layers or samples % shards:
+                    if pp > (args.n_layers if workload.base is None else 1) or samples % shards:
                         continue
                     for ep in self._divisors(math.gcd(self._experts, shards * cp * tp)):
                         yield Plan(tp, cp, pp, ep, shards, compiled=self.compiled[0], loss_chunks=0)
@@ -315,8 +316,11 @@ class Search:
     @cached_property
     def state(self) -> float:
         """Bytes of a replica's parameters, gradients and optimizer state on its GPUs."""
-        memory = self.memory(Plan(microbatch=self.workload.rows_per_sample, recompute="full", loss_chunks=0))
-        return 2 * memory.parameters + memory.optimizer
+        plan = Plan(microbatch=self.workload.rows_per_sample, recompute="full", loss_chunks=0)
+        if self.base.config.training.enable_cpu_offload:
+            return 0.0
+        sizes = RankSizes(self.job(plan), rank=0)
+        return sizes.parameters + sizes.gradients + sizes.optimizer
 
     def candidate(self, plan: Plan) -> Candidate:
         """Predict a legal plan."""

@@ -198,6 +198,10 @@ def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
         activations=sizes.stored + sizes.head_inputs + sizes.replica_sums(0.0),
         gradients=sizes.earlier_gradients,
     )
+    if sizes.base is not None and sizes.shards > 1:  # no gradients make backward need more than forward
+        gathered = sizes.embedding_gathered + max(blocks, sizes.block_gathered) + 2 * sizes.block_gathered
+        stored = sizes.stored_before(len(sizes.layers) - 1) + sizes.forward_work
+        yield _sizes(gathered=gathered, activations=stored, gradients=sizes.earlier_gradients)
     head_buffer = sizes.head_gathered * (sizes.shards > 1)  # until the end of the model's forward
     yield loss + _sizes(gathered=head_buffer, logits=sizes.loss_forward)
     yield loss + _sizes(gathered=buffer, logits=sizes.loss_backward)  # with the last block's parameters
@@ -216,7 +220,7 @@ def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
     yield _sizes(
         activations=sizes.end_reducing + sizes.replica_sums(reduced), gradients=max(reduced, sizes.earlier_gradients)
     )
-    computed = sizes.compute * sizes.embedding_weights * (3 if sizes.tied else 1)  # with the head's, and their sum
+    computed = sizes.compute * sizes.trained_end * (3 if sizes.tied else 1)  # with the head's, and their sum
     yield _sizes(
         gathered=sizes.embedding_gathered,
         activations=computed + sizes.block_units[-1].reduced + sizes.replica_sums(reduced),

@@ -14,8 +14,7 @@ from torchtitan.job.layout import JobLayout
 from torchtitan.models.sizes import STACK
 from torchtitan.parallelisms.fsdp_messages import may_gather_float8, resharding
 from torchtitan.parallelisms.pipeline.cut import ScheduleTraits, schedule_traits, stages_of_rank
-
-BYTES = {"float32": 4, "bfloat16": 2}
+from torchtitan.planner.frozen_base import BYTES, FrozenBase
 
 
 def in_flight(schedule: str, rank: int, pp: int, microbatches: int, chunks: int, merged: bool) -> int:
@@ -149,7 +148,8 @@ class RankLayout:
         """True if FSDP wraps the model, as `uses_fully_shard` in parallelisms/parallelize.py decides."""
         layout = self.layout
         mixed = self.job.world_size > 1 and self.compute != self.stored_bytes
-        return layout.replicas * self.shards > 1 or mixed or 1 < layout.ep < layout.expert_pool
+        offloaded = layout.training.enable_cpu_offload
+        return layout.replicas * self.shards > 1 or mixed or offloaded or 1 < layout.ep < layout.expert_pool
 
     @property
     def in_pipeline(self) -> bool:
@@ -185,6 +185,11 @@ class RankLayout:
     @cached_property
     def reduced_bytes(self) -> int:
         return BYTES[self.layout.training.mixed_precision_reduce]
+
+    @cached_property
+    def base(self) -> FrozenBase | None:
+        """The frozen model under the job's adapter; None if all weights are trained."""
+        return FrozenBase.of(self.job)
 
     # Tokens
 

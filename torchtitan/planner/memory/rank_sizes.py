@@ -3,6 +3,7 @@
 import math
 import operator
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from functools import cached_property
 
 from torchtitan.losses.tasks import auto_chunks
@@ -171,15 +172,33 @@ class RankSizes(RankWeights):
         """Return what autograd stores of a layer without recompute."""
         width, b = self.args.dim, self.compute
         outside = 1 + (POST_NORMS[0] in self.args.block_others(layer))  # pairs of norms
-        norms = outside * self.local_tokens * (2 * b * width + 8) + self.tokens * b * width
-        return norms + self._attention(layer) + self._feed_forward(layer)
+        norms = outside * self.local_tokens * (2 * b * width + 8)
+        norms += self.tokens * b * width * self._stores_input(layer, "attention.w[qkv]")
+        return norms + self._attention(layer) + self._feed_forward(layer) + self._low_rank(layer)
+
+    def _stores_input(self, layer: int, pattern: str) -> bool:
+        """Return whether backward needs the input of the linear layers with these names."""
+        if self.base is None:
+            return True
+        has_dropout = self.base.options.dropout > 0  # what it leaves of the input is stored instead, for each layer
+        names = self.base.adapted(self.args.block_linears(layer))
+        return not has_dropout and any(fnmatchcase(name, pattern) for name in names)
+
+    def _low_rank(self, layer: int) -> float:
+        """Return the bytes that the adapter's matrices store of a layer: x A^T, and x without what dropout zeroes."""
+        if self.base is None:
+            return 0.0
+        factors = list(self.base.factors(self.args.block_linears(layer), self.tp))
+        dropped = sum(inputs for _, _, inputs in factors) * (self.base.options.dropout > 0)
+        return self.compute * self.tokens * (self.base.options.rank * len(factors) + dropped)
 
     def _feed_forward(self, layer: int) -> float:
         args, b = self.args, self.compute
         linears = args.block_linears(layer)
         if STACK not in linears:
-            copies = 4 if "feed_forward.w3" in linears else 2
-            return b * self.tokens * (args.dim + copies * linears["feed_forward.w1"][0] / self.tp)
+            copies = (3 if "feed_forward.w3" in linears else 1) + self._stores_input(layer, "feed_forward.w2")
+            entering = args.dim * self._stores_input(layer, "feed_forward.w[13]")
+            return b * self.tokens * (entering + copies * linears["feed_forward.w1"][0] / self.tp)
         rows, local = self.local_tokens * args.top_k, self.local_tokens
         routed = rows * (b * (args.dim + 4 * args.expert_dim) + 4 * args.dim)  # combined in float32
         shared = b * local * (args.dim + 4 * args.n_shared_experts * args.expert_dim) * (args.n_shared_experts > 0)
@@ -208,6 +227,9 @@ class RankSizes(RankWeights):
             routed = outside * args.top_k * b * (2 * args.expert_dim + args.dim + exchanged)
             shared = b * (args.dim + 2 * args.n_shared_experts * args.expert_dim) * (args.n_shared_experts > 0)
             return stored + routed + outside * (shared + 4 * (args.dim + args.n_experts))  # combined in float32
+        if self.base is not None:  # x A^T, and the sum of both products next to that of the frozen matrix
+            factors = self.base.factors(linears, self.tp)
+            stored += inside * b * sum(outputs + self.base.options.rank for _, outputs, _ in factors)
         width = linears["feed_forward.w1"][0] / self.tp
         if self.drops_every_second_product and "attention.wk" in linears and "feed_forward.w3" in linears:
             stored -= inside * b * (args.head_dim * kv_heads + args.dim + width)
@@ -231,11 +253,20 @@ class RankSizes(RankWeights):
             return max(extra + combining, needed - self.block_stored)
         width = linears["feed_forward.w1"][0] / self.tp
         entering = 2 * b * args.dim * self.tokens if self.tp > 1 else 0.0
-        gated = b * (2 * width * self.tokens + width * args.dim)
+        gated = b * 2 * width * self.tokens
+        unpacks = self.base is not None and self.base.is_packed and "feed_forward.w2" in self.base.adapted(linears)
+        gated += b * width * args.dim * (self.base is None or unpacks)  # the gradient of w2, or w2 itself
         products = sum(self.weights[layer]) * b
         attention = products - self._feed_forward(layer) + self._attention_work
         needed = max(products + self.hidden, self._exchange)
         return max(extra + max(entering, gated, attention), needed - self.block_stored)
+
+    @property
+    def forward_work(self) -> float:
+        """Bytes of a dense block during its forward that are not stored for backward, about."""
+        width = self.args.block_linears(0)["feed_forward.w1"][0] / self.tp
+        copies = {"none": 0, "memory_budget": 0, "selective": 1}.get(self.job.config.activation_checkpoint.mode, 3)
+        return self.compute * self.tokens * width * copies
 
     @property
     def _attention_work(self) -> float:
@@ -310,7 +341,7 @@ class RankSizes(RankWeights):
         These are probabilities and the head's input, or the gradients that its chunks have computed.
         """
         hidden = self.compute * self.args.dim * self.tokens
-        return hidden + 4 * (self.tokens * self.logits_width if self.loss_chunks == 1 else self.embedding_weights)
+        return hidden + 4 * (self.tokens * self.logits_width if self.loss_chunks == 1 else self.trained_end)
 
     @property
     def _backward_copies(self) -> int:
@@ -331,14 +362,14 @@ class RankSizes(RankWeights):
             return logits
         hidden = self.compute * self.args.dim
         forward = logits + hidden * (self.tokens - rows)
-        backward = self.compute * self.embedding_weights + 2 * hidden * self.tokens  # gradients in that type
-        return 4 * self.embedding_weights + max(forward, backward)
+        backward = self.compute * self.trained_end + 2 * hidden * self.tokens  # gradients in that type
+        return 4 * self.trained_end + max(forward, backward)
 
     @property
     def loss_backward(self) -> float:
         """Bytes of a loss during its backward: of the logits, or gradients from its chunks and their scaled copies."""
         if self.loss_chunks > 1:
-            return self.loss_kept + self.compute * (self.embedding_weights + self.args.dim * self.tokens)
+            return self.loss_kept + self.compute * (self.trained_end + self.args.dim * self.tokens)
         return self.tokens * self.logits_width * (self._backward_copies * 4 + self.compute)
 
     @property

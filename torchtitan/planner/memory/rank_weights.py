@@ -11,6 +11,7 @@ from torchtitan.models.sizes import STACK, Sizes, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
 from torchtitan.parallelisms.degrees import expert_shards
+from torchtitan.planner.frozen_base import FrozenBytes
 from torchtitan.planner.memory.rank_layout import RankLayout, kinds_of_layers
 
 
@@ -36,7 +37,13 @@ def _weights_of_kind(args: Any, layer: int, tp: int, ep: int) -> tuple[float, fl
             experts += 3 * outputs * inputs * args.n_experts / ep
         else:
             dense += outputs * inputs / (1 if split_side(name) is None else tp)
-    return dense + sum(_size(args, name, linears, tp) for name in args.block_others(layer)), experts
+    return dense + _other_parameters(args, layer, tp), experts
+
+
+def _other_parameters(args: Any, layer: int, tp: int) -> float:
+    """Return a rank's parameters of a layer that are no matrices of linear layers, about."""
+    linears = args.block_linears(layer)
+    return sum(_size(args, name, linears, tp) for name in args.block_others(layer))
 
 
 def _size(args: Any, name: str, linears: Sizes, tp: int) -> float:
@@ -62,29 +69,54 @@ class RankWeights(RankLayout):
 
     @cached_property
     def weights(self) -> dict[int, tuple[float, float]]:
-        """This tensor- and expert-parallel rank's weights of each of its layers: dense, experts."""
+        """This tensor- and expert-parallel rank's trained weights of each of its layers: dense, experts."""
         kinds = kinds_of_layers(self.args)
-        of_kind = {
-            kind: _weights_of_kind(self.args, kind, self.tp, self.layout.ep) for kind in {kinds[n] for n in self.layers}
-        }
+        of_kind = {kind: self._trained(kind) for kind in {kinds[n] for n in self.layers}}
         return {layer: of_kind[kinds[layer]] for layer in self.layers}
+
+    def _trained(self, layer: int) -> tuple[float, float]:
+        if self.base is None:
+            return _weights_of_kind(self.args, layer, self.tp, self.layout.ep)
+        return self.base.added(self.args.block_linears(layer), self.tp), 0.0
+
+    @cached_property
+    def frozen_block(self) -> FrozenBytes:
+        """Frozen weights of a layer. All layers of a model with an adapter have the same."""
+        if self.base is None:
+            return FrozenBytes(0.0, 0.0)
+        return self.base.frozen(self.args.block_linears(0), self.tp, _other_parameters(self.args, 0, self.tp))
+
+    @cached_property
+    def frozen_end(self) -> FrozenBytes:
+        """Frozen weights of the embedding, or of the head."""
+        size = self.embedding_weights
+        return FrozenBytes(self.base.stored_bytes * size, self.compute * size) if self.base else FrozenBytes(0.0, 0.0)
 
     @cached_property
     def embedding_weights(self) -> float:
+        """Weights of the embedding, or of the head."""
         return self.args.vocab_size * self.args.dim / self.tp
+
+    @property
+    def trained_end(self) -> float:
+        """Trained weights of the embedding, or of the head."""
+        return self.embedding_weights * (self.base is None)
+
+    @property
+    def _ends(self) -> int:
+        tied_here = self.args.tied_embeddings and not self.in_pipeline
+        return self.has_embedding + (self.has_head and not tied_here)
 
     @cached_property
     def _all_weights(self) -> tuple[float, float]:
         dense = experts = 0.0
         for layer, count in self.kinds.items():
             dense, experts = dense + count * self.weights[layer][0], experts + count * self.weights[layer][1]
-        tied_here = self.args.tied_embeddings and not self.in_pipeline
-        ends = self.has_embedding + (self.has_head and not tied_here)
-        return dense + ends * self.embedding_weights, experts
+        return dense + self._ends * self.trained_end, experts
 
     @property
     def all_weights(self) -> float:
-        """Number of the weights that this rank stores or, sharded, gathers."""
+        """Number of the trained weights that this rank stores or, sharded, gathers."""
         return sum(self._all_weights)
 
     def weights_of_stage(self, stage: list[int]) -> float:
@@ -98,7 +130,7 @@ class RankWeights(RankLayout):
 
     @cached_property
     def shard(self) -> float:
-        """Number of the weights that this rank stores."""
+        """Number of the trained weights that this rank stores."""
         return self._sharded(self._all_weights)
 
     def _sharded(self, weights: tuple[float, float]) -> float:
@@ -107,9 +139,12 @@ class RankWeights(RankLayout):
 
     @property
     def parameters(self) -> float:
-        return self.shard * self.stored_bytes
+        frozen = len(self.layers) * self.frozen_block.stored + self._ends * self.frozen_end.stored
+        return self.gradients + frozen / self.shards
 
-    gradients = parameters
+    @property
+    def gradients(self) -> float:
+        return self.shard * self.stored_bytes
 
     @cached_property
     def optimizer(self) -> float:
@@ -118,7 +153,7 @@ class RankWeights(RankLayout):
         resolved = spec.arguments(shared, options.options)
         moments = spec.state(resolved)
         if moments is not None:
-            return moments * self.parameters
+            return moments * self.gradients
         if spec.state_size is None:
             return 0.0
         size = spec.state_size(resolved, "layers.0.feed_forward.w1.weight", (self.args.dim, self.args.dim))
@@ -145,13 +180,13 @@ class RankWeights(RankLayout):
         has.
         """
         dense, experts = self.weights[layer]
-        in_block = dense + experts * (self.layout.ep == 1)
+        in_block = self.compute * (dense + experts * (self.layout.ep == 1)) + self.frozen_block.gathered
         second = in_block / self.second_shards if self.second_shards else 0.0
-        return self.compute * (second + experts * (self._owns_experts and self.fully_sharded))
+        return second + self.compute * experts * (self._owns_experts and self.fully_sharded)
 
     @property
     def block_gathered(self) -> float:
-        return self.compute * self.block_weights if self.fully_sharded else 0.0
+        return self.compute * self.block_weights + self.frozen_block.gathered if self.fully_sharded else 0.0
 
     @property
     def embedding_gathered(self) -> float:
@@ -171,8 +206,10 @@ class RankWeights(RankLayout):
 
         Autocast copies the parameters of matrix products.
         """
-        copied = self.all_weights if self.fully_sharded else self.all_weights - self.embedding_weights * (not self.tied)
-        return self.compute * copied * (self.fully_sharded or self.compute != self.stored_bytes)
+        copied = self.all_weights if self.fully_sharded else self.all_weights - self.trained_end * (not self.tied)
+        trained = self.compute * copied * (self.fully_sharded or self.compute != self.stored_bytes)
+        frozen = len(self.layers) * self.frozen_block.gathered + self._ends * self.frozen_end.gathered
+        return trained + frozen * self.fully_sharded
 
     # Gradients before their reduction
 
@@ -187,7 +224,7 @@ class RankWeights(RankLayout):
     @property
     def head_computed(self) -> float:
         """Bytes of the head's gradient of a microbatch, which FSDP adds to the sum at the end of its backward."""
-        return self.compute * self.embedding_weights * self.has_head
+        return self.compute * self.trained_end * self.has_head
 
     @cached_property
     def block_reduced(self) -> float:
@@ -248,7 +285,7 @@ class RankWeights(RankLayout):
 
     def _unit(self, weights: float, shards: float, last: float) -> Unit:
         return Unit(
-            gathered=self.compute * weights * self.fully_sharded,
+            gathered=(self.compute * weights + self.frozen_block.gathered) * self.fully_sharded,
             reduced=self.reduced_bytes * weights * self.fully_sharded,
             reducing=self._reducing(weights, shards, last),
             gradients=self.stored_bytes * weights / shards,
@@ -257,16 +294,16 @@ class RankWeights(RankLayout):
     @property
     def head_reduced(self) -> float:
         """Bytes of the buffer of the head's reduction. A tied head is reduced with the embedding."""
-        return 0.0 if self.tied else self.reduced_bytes * self.embedding_weights * self.fully_sharded
+        return 0.0 if self.tied else self.reduced_bytes * self.trained_end * self.fully_sharded
 
     @property
     def end_reducing(self) -> float:
         """Bytes of the gradient of the head, or of the embedding, at the peak of its reduction."""
-        return self._reducing(self.embedding_weights, self.shards, self.embedding_weights)
+        return self._reducing(self.trained_end, self.shards, self.trained_end)
 
     @property
     def embedding_gradients(self) -> float:
-        return self.stored_bytes * self.embedding_weights / self.shards
+        return self.stored_bytes * self.trained_end / self.shards
 
     @property
     def accumulates(self) -> bool:

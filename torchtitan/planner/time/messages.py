@@ -70,16 +70,22 @@ class WeightCounts(NamedTuple):
     dense: float
     experts: float
     """FSDP spreads them over fewer ranks than the others, if they are spread by expert parallel."""
+    frozen_bytes: float = 0.0
+    """Bytes of the weights under an adapter, which FSDP gathers and does not reduce. `dense` are its own then."""
 
 
 class BlockTime(NamedTuple):
     """Seconds of a block for one microbatch."""
 
     products: float
-    """In forward. The gradients of the inputs take as much, and the gradients of the weights too."""
+    """In forward. The gradients of the inputs take as much."""
+    weight_grad: float
+    """Products for the gradients of the weights that are trained."""
     attention: float
     moved: float
     """Operations that are bound by memory, in forward. Backward takes twice as much."""
+    unpacked: float
+    """To unpack a quantized base, in forward. Backward does it again."""
     replay: float
     """What backward computes again."""
     waited: Parts
@@ -91,19 +97,19 @@ class BlockTime(NamedTuple):
         """Seconds of forward and backward by part."""
         return Parts(
             self.waited,
-            products=3 * self.products,
+            products=2 * self.products + self.weight_grad,
             attention=(1 + ATTENTION_BACKWARD) * self.attention,
-            memory=3 * self.moved,
+            memory=3 * self.moved + 2 * self.unpacked,
             recompute=self.replay,
         )
 
     @property
     def forward(self) -> float:
-        return self.products + self.attention + self.moved + sum(self.waited.values()) / 3
+        return self.products + self.attention + self.moved + self.unpacked + sum(self.waited.values()) / 3
 
     @property
     def input_grad(self) -> float:
-        return self.parts.total() - self.forward - self.products
+        return self.parts.total() - self.forward - self.weight_grad
 
 
 @dataclass(frozen=True)

@@ -125,6 +125,21 @@ class StepTimer:
                 seconds += self._product(tokens, n, k)
         return seconds
 
+    def _low_rank(self, plan: Plan, sizes: Sizes, tokens: float) -> tuple[float, float, float]:
+        """Return the seconds of an adapter's products in forward, the bytes they move, and the bytes unpacked."""
+        base, b = self.workload.base, self.workload.compute_bytes
+        if base is None:
+            return 0.0, 0.0, 0.0
+        seconds = values = 0.0
+        rank = base.options.rank
+        for _, outputs, inputs in base.factors(sizes, plan.tp):
+            seconds += self._product(tokens, rank, inputs) + self._product(tokens, outputs, rank)
+            values += tokens * (inputs + 2 * outputs)  # reads the input, reads and writes the frozen product
+            values += 2 * tokens * inputs * (base.options.dropout > 0)
+        frozen = base.frozen(sizes, plan.tp, 0.0)
+        packed = frozen.stored if frozen.unpacked else 0.0  # read once, and written in the type of the products
+        return seconds, b * values, packed + frozen.unpacked
+
     def _elementwise(self, plan: Plan, sizes: Sizes, tokens: float, local_tokens: float) -> float:
         """Return the bytes that a block's norms, residuals, rotations and gates move in eager forward."""
         args, b = self.workload.args, self.workload.compute_bytes
@@ -189,30 +204,43 @@ class StepTimer:
         tokens = plan.microbatch * self.workload.seq_len / plan.cp
         local_tokens = tokens / plan.tp
         slowdown = self.hardware.slowdown(plan.gpus)
-        products = slowdown * self._linears(plan, sizes, tokens, local_tokens)
+        products = weight_grad = slowdown * self._linears(plan, sizes, tokens, local_tokens)
+        low_rank, added_size, unpacked_size = self._low_rank(plan, sizes, tokens)
+        if self.workload.base is not None:
+            weight_grad = slowdown * low_rank
+            products += weight_grad
         attention = slowdown * self._attention(plan, tokens)
         passes = COMPILED_PASSES if plan.compiled else EAGER_PASSES
-        size = passes * self._elementwise(plan, sizes, tokens, local_tokens)
+        size = passes * self._elementwise(plan, sizes, tokens, local_tokens) + added_size
+        unpacked = slowdown * self._moved(unpacked_size)
         moved = slowdown * self._moved(size + self._rounded(plan, sizes, tokens, local_tokens))
-        forward = products + attention + moved
-        replay = {"op": moved, "memory_budget": moved, "half": moved + products / 2}.get(
+        forward = products + attention + moved + unpacked
+        cheap = moved + unpacked
+        replay = {"op": cheap, "memory_budget": cheap, "half": cheap + products / 2}.get(
             plan.recompute, replayed * forward
         )
+        return BlockTime(
+            products=products,
+            weight_grad=weight_grad,
+            attention=attention,
+            moved=moved,
+            unpacked=unpacked,
+            replay=replay,
+            waited=self.messages.waited(plan, STACK in sizes, tokens, replayed),
+            weights=self._block_weights(plan, sizes),
+        )
+
+    def _block_weights(self, plan: Plan, sizes: Sizes) -> WeightCounts:
+        """Return a block's weights on a rank, before FSDP shards them."""
+        if base := self.workload.base:
+            return WeightCounts(base.added(sizes, plan.tp), 0.0, base.frozen(sizes, plan.tp, 0.0).gathered)
         dense = sum(
             outputs * inputs / (1 if split_side(name) is None else plan.tp)
             for name, (outputs, inputs) in sizes.items()
             if name != STACK
         )
         outputs, inputs = sizes.get(STACK, (0, 0))
-        experts = 3 * outputs * inputs * getattr(self.workload.args, "n_experts", 0) / plan.ep
-        return BlockTime(
-            products=products,
-            attention=attention,
-            moved=moved,
-            replay=replay,
-            waited=self.messages.waited(plan, STACK in sizes, tokens, replayed),
-            weights=WeightCounts(dense, experts),
-        )
+        return WeightCounts(dense, 3 * outputs * inputs * getattr(self.workload.args, "n_experts", 0) / plan.ep)
 
     def head(self, plan: Plan) -> tuple[float, float]:
         """Return the seconds of the output head's product and of the loss for one microbatch, in forward.
@@ -225,7 +253,8 @@ class StepTimer:
         chunks = self.workload.loss_pieces(plan)
         product = slowdown * self._product(tokens / chunks, args.vocab_size / plan.tp, args.dim, chunks)
         passes = COMPILED_PASSES if plan.compiled else EAGER_PASSES
-        sums = 4 * chunks * self.workload.embedding_size / plan.tp if chunks > 1 else 0.0
+        has_grad = chunks > 1 and self.workload.base is None
+        sums = 4 * chunks * self.workload.embedding_size / plan.tp if has_grad else 0.0
         logits = slowdown * self._moved(passes * 12 * tokens * args.vocab_size / plan.tp + sums)
         return product, logits
 
@@ -238,7 +267,7 @@ class StepTimer:
                     parts[name] += count * seconds
         if with_head:
             product, logits = self.head(plan)
-            parts["products"] += 3 * product
+            parts["products"] += (2 + (self.workload.base is None)) * product
             parts["memory"] += 2 * logits
         return parts
 
@@ -260,8 +289,12 @@ class StepTimer:
         blocks = [block for number in numbers for block in self.blocks(plan, stages[number])]
         has_head = len(stages) - 1 in numbers and (plan.pp > 1 or not self.workload.args.tied_embeddings)
         ends = self.workload.embedding_size / plan.tp * ((0 in numbers) + has_head)
-        dense = sum(count * block.weights.dense for block, count in blocks)
-        return WeightCounts(dense + ends, sum(count * block.weights.experts for block, count in blocks))
+        dense, experts, frozen = (
+            sum(count * getattr(block.weights, field) for block, count in blocks) for field in WeightCounts._fields
+        )
+        if self.workload.base is not None:
+            return WeightCounts(dense, experts, frozen + self.workload.weight_bytes * ends)
+        return WeightCounts(dense + ends, experts)
 
     def stored(self, plan: Plan, weights: WeightCounts) -> float:
         """Return the number of the weights that this rank stores, as FSDP spreads them."""
@@ -375,11 +408,11 @@ class StepTimer:
             blocks = self.blocks(plan, stage)
             forward = sum(count * block.forward for block, count in blocks)
             input_grad = sum(count * block.input_grad for block, count in blocks)
-            weight_grad = sum(count * block.products for block, count in blocks)
+            weight_grad = sum(count * block.weight_grad for block, count in blocks)
             if number == len(stages) - 1:
                 product, logits = self.head(plan)
                 forward, input_grad = forward + product + logits, input_grad + product + logits
-                weight_grad += product
+                weight_grad += product * (self.workload.base is None)
             times.append((start + forward, start + input_grad, weight_grad + (0.0 if merged else start)))
         return times
 
@@ -395,13 +428,17 @@ class StepTimer:
         messages, copied = self._gathers(plan, weights), 0.0
         if not self.messages.overlap:
             again = plan.pp == 1 and bool(resharding(self.workload.reshard, plan.pp))
-            dense = self.workload.gathered_bytes * weights.dense
+            dense = self._gathered(weights)
             dense += again * (dense - self.workload.ends_bytes / plan.tp)
             copied = plan.passes * self._copied(plan, weights, dense, weights.experts * (1 + again))
         elif plan.pp > 1:  # once in a batch, while the first microbatches fill the pipeline
             return 0.5 * messages.seconds
         computed /= plan.passes if self.workload.gathers_once else 1
         return self.messages.exposed_beside(messages, computed) + copied
+
+    def _gathered(self, weights: WeightCounts) -> float:
+        """Return the bytes that FSDP gathers of a rank's weights, without experts."""
+        return self.workload.gathered_bytes * weights.dense + weights.frozen_bytes
 
     def _gathers(self, plan: Plan, weights: WeightCounts) -> MessageTime:
         """Return the gathers and reductions of a step.
@@ -411,7 +448,7 @@ class StepTimer:
         workload, passes, again = self.workload, plan.passes, resharding(self.workload.reshard, plan.pp)
         if workload.gathers_once:
             passes, again = 1, False
-        dense = workload.gathered_bytes * weights.dense
+        dense = self._gathered(weights)
         messages = self.messages.gather_weights(plan, dense, weights.experts)
         if again and plan.pp == 1:
             blocks, inner = dense - workload.ends_bytes / plan.tp, 0 if isinstance(again, bool) else again
