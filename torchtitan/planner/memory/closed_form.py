@@ -202,8 +202,13 @@ def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
         gathered = sizes.embedding_gathered + max(blocks, sizes.block_gathered) + 2 * sizes.block_gathered
         stored = sizes.stored_before(len(sizes.layers) - 1) + sizes.forward_work
         yield _sizes(gathered=gathered, activations=stored, gradients=sizes.earlier_gradients)
-    head_buffer = sizes.head_gathered * (sizes.shards > 1)  # until the end of the model's forward
-    yield loss + _sizes(gathered=head_buffer, logits=sizes.loss_forward)
+    if sizes.head_gathered and sizes.shards > 1:  # the head is gathered, next to the buffer of the last block's gather
+        buffers = sizes.head_gathered + sizes.block_gathered
+        activations = sizes.stored + sizes.hidden + sizes.replica_sums(0.0)
+        yield _sizes(gathered=ends + blocks + buffers, activations=activations, gradients=sizes.earlier_gradients)
+    # of the last gather, until the end of the model's forward
+    last_buffer = (sizes.block_gathered if sizes.tied else sizes.head_gathered) * (sizes.shards > 1)
+    yield loss + _sizes(gathered=last_buffer, logits=sizes.loss_forward)
     yield loss + _sizes(gathered=buffer, logits=sizes.loss_backward)  # with the last block's parameters
     last_layer = len(sizes.layers) - 1
     if not sizes.tied:
@@ -220,7 +225,8 @@ def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
     yield _sizes(
         activations=sizes.end_reducing + sizes.replica_sums(reduced), gradients=max(reduced, sizes.earlier_gradients)
     )
-    computed = sizes.compute * sizes.trained_end * (3 if sizes.tied else 1)  # with the head's, and their sum
+    bytes_of_grad = sizes.compute if sizes.fully_sharded else sizes.stored_bytes  # autocast's are of the parameters
+    computed = bytes_of_grad * sizes.trained_end * (3 if sizes.tied else 1)  # with the head's, and their sum
     yield _sizes(
         gathered=sizes.embedding_gathered,
         activations=computed + sizes.block_units[-1].reduced + sizes.replica_sums(reduced),

@@ -7,7 +7,8 @@ from fnmatch import fnmatchcase
 from functools import cached_property
 
 from torchtitan.losses.tasks import auto_chunks
-from torchtitan.models.sizes import POST_NORMS, STACK, split_side
+from torchtitan.models.sizes import POST_NORMS, STACK, Sizes, split_side
+from torchtitan.planner.frozen_base import FrozenBase
 from torchtitan.planner.memory.rank_weights import RankWeights
 
 
@@ -253,13 +254,27 @@ class RankSizes(RankWeights):
             return max(extra + combining, needed - self.block_stored)
         width = linears["feed_forward.w1"][0] / self.tp
         entering = 2 * b * args.dim * self.tokens if self.tp > 1 else 0.0
-        gated = b * 2 * width * self.tokens
-        unpacks = self.base is not None and self.base.is_packed and "feed_forward.w2" in self.base.adapted(linears)
-        gated += b * width * args.dim * (self.base is None or unpacks)  # the gradient of w2, or w2 itself
+        gated = b * (2 * width * self.tokens + width * args.dim)  # and the gradient of w2
+        if self.base is not None:
+            gated = b * width * self._frozen_gate(linears, self.base)
         products = sum(self.weights[layer]) * b
         attention = products - self._feed_forward(layer) + self._attention_work
         needed = max(products + self.hidden, self._exchange)
         return max(extra + max(entering, gated, attention), needed - self.block_stored)
+
+    def _frozen_gate(self, linears: Sizes, base: FrozenBase) -> float:
+        """Return the values for each feature that the backward of a frozen feed-forward adds to what is stored.
+
+        The gate's backward has the gradient of the product and those of its factors, after the product is freed, which
+        is stored for an adapter of w2. Packed matrices are unpacked before (w2) or after that.
+        """
+        adapted = base.adapted(linears)
+        has_gate, stores_product = "feed_forward.w3" in linears, "feed_forward.w2" in adapted
+        gate = (2 + has_gate - stores_product) * self.tokens
+        if not base.is_packed or not any(name.startswith("feed_forward") for name in adapted):
+            return gate
+        others = 1 if stores_product else -has_gate
+        return max(gate, self.args.dim + others * self.tokens)
 
     @property
     def forward_work(self) -> float:
@@ -344,6 +359,11 @@ class RankSizes(RankWeights):
         return hidden + 4 * (self.tokens * self.logits_width if self.loss_chunks == 1 else self.trained_end)
 
     @property
+    def _rounded(self) -> int:
+        """Bytes of a value's copy in the type of the computation; none in float32, the type of the loss."""
+        return self.compute * (self.compute < 4)
+
+    @property
     def _backward_copies(self) -> int:
         """Copies of the logits in float32 in backward: probabilities, and with a split vocabulary two more."""
         return 3 if self.logits_width < self.args.vocab_size else 1
@@ -357,7 +377,7 @@ class RankSizes(RankWeights):
         """
         copies = 2 if self.loss_chunks == 1 else max(2, self._backward_copies)
         rows = math.ceil(self.tokens / self.loss_chunks)
-        logits = rows * self.logits_width * (copies * 4 + self.compute)
+        logits = rows * self.logits_width * (copies * 4 + self._rounded)
         if self.loss_chunks == 1:
             return logits
         hidden = self.compute * self.args.dim
@@ -369,8 +389,8 @@ class RankSizes(RankWeights):
     def loss_backward(self) -> float:
         """Bytes of a loss during its backward: of the logits, or gradients from its chunks and their scaled copies."""
         if self.loss_chunks > 1:
-            return self.loss_kept + self.compute * (self.trained_end + self.args.dim * self.tokens)
-        return self.tokens * self.logits_width * (self._backward_copies * 4 + self.compute)
+            return self.loss_kept + self._rounded * (self.trained_end + self.args.dim * self.tokens)
+        return self.tokens * self.logits_width * (self._backward_copies * 4 + self._rounded)
 
     @property
     def loss_retained(self) -> float:
