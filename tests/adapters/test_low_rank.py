@@ -13,7 +13,14 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import DeepseekV3ForCausalLM, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
+from transformers import (
+    DeepseekV3ForCausalLM,
+    LlamaForCausalLM,
+    Phi3Config,
+    Phi3ForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+)
 from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.llama import LlamaConfig
 
@@ -113,6 +120,23 @@ def test_logits_and_gradients_are_those_of_peft(tmp_path, family, args, options,
     assert ours.keys() == peft_gradients.keys()
     for name, grad in ours.items():
         assert (grad - peft_gradients[name]).abs().max() <= 1e-5 * peft_gradients[name].abs().max(), name
+
+
+@pytest.mark.parametrize("target", [["all-linear"], ["*wk", "*w3"]])
+def test_pairs_of_matrices_that_are_one_of_unequal_parts_are_those_of_peft(tmp_path, target):
+    """Phi's joint matrix has more rows of queries than of keys."""
+    from peft import PeftModel
+
+    args, options = tiny_decoders.GATED["phi3"], Options(kind="lora", rank=3, alpha=5.0, target=target)
+    model, adapter = moved_model("phi3", args, options)
+    hf, tensors = MODELS["phi3"].hf, adapter_tensors(model, adapter)
+    peft_folder.save(tmp_path, tensors, options, hf.tensor_map(args), "base")
+    peft_model = twin(Phi3ForCausalLM, Phi3Config, plain_copy(model, adapter, "phi3").eval(), hf)
+    peft_model = PeftModel.from_pretrained(peft_model, tmp_path).eval()
+    torch.testing.assert_close(model(TOKENS), peft_model(TOKENS).logits, rtol=1e-5, atol=1e-5)
+    shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
+    state = peft_folder.load(tmp_path, options, hf.tensor_map(args), shapes)
+    assert all(torch.equal(state[name], tensor) for name, tensor in tensors.items())
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -61,6 +61,8 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("opt", "1.3B"): 1_315_758_080,
     ("opt", "2.7B"): 2_651_596_800,
     ("opt", "6.7B"): 6_658_473_984,
+    ("phi3", "mini-4k"): 3_821_079_552,
+    ("phi4", "14B"): 14_659_507_200,
     ("roberta", "125M"): 124_697_433,  # without the pooler, which no head uses
     ("roberta", "355M"): 355_412_057,
     ("mistral", "7B"): 7_241_732_096,

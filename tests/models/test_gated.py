@@ -113,6 +113,13 @@ def test_impossible_sizes_are_refused(shape, change, message):
             {"rope_parameters": {"sliding_attention": {"rope_theta": 4e3}}},
             "rope_theta = 4000.0, but this model",
         ),
+        (
+            "phi3",
+            {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}},
+            "type 'longrope', in which the factor",
+        ),
+        ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop = 0.1, but this model only has 0.0"),
+        ("phi3", {"sliding_window": 0}, "sliding_window = 0; allowed: a number of tokens, or null"),
         ("smollm3", {"no_rope_layers": [0, 1, 0]}, r"no_rope_layers = \[0, 1, 0\]; allowed: 3 entries"),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window = True, but this model"),
         ("llama3 biased", {"mlp_bias": 1}, "mlp_bias = 1; allowed: true or false"),

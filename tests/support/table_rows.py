@@ -49,6 +49,8 @@ MICRO_SIZES = {
     "olmo3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, global_interval=2),
     "qwen2_moe": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1),
     "opt": dict(ffn_dim=96, max_seq_len=32, order="post", embed_dim=32),
+    "phi3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7),
+    "phi4": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
     "qwen2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
     "qwen3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
     "roberta": dict(ffn_dim=96, max_seq_len=32, n_types=2),

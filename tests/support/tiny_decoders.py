@@ -11,6 +11,7 @@ from torchtitan.models.mistral import MistralArgs
 from torchtitan.models.mixtral import MixtralArgs
 from torchtitan.models.olmo import OlmoArgs
 from torchtitan.models.opt import OPTArgs
+from torchtitan.models.phi3 import Phi3Args
 from torchtitan.models.qwen2 import Qwen2Args
 from torchtitan.models.qwen2_moe import Qwen2MoEArgs
 from torchtitan.models.qwen3 import Qwen3Args
@@ -184,6 +185,8 @@ GATED = {
     "olmo2 biased": OlmoArgs(**_GATED, rope_scaling=SCALING, tied_embeddings=True, attention_bias=True),
     "olmo3": OlmoArgs(**_GATED | dict(n_layers=3), sliding_window=5, global_interval=2, rope_theta=5000.0),
     "olmo3 scaled": OlmoArgs(**_GATED, rope_scaling=SCALING, sliding_window=5, global_interval=2),
+    "phi3": Phi3Args(**_GATED, sliding_window=5),
+    "phi4": Phi3Args(**_GATED | dict(n_kv_heads=4), tied_embeddings=True),
     "smollm3": SmolLM3Args(**_GATED | dict(n_layers=3), no_rope_interval=2, tied_embeddings=False),
     "smollm3 biased": SmolLM3Args(**_GATED, no_rope_interval=3, mlp_bias=True, attention_bias=True),
     "granite tied, biased": GraniteArgs(**_GATED, tied_embeddings=True, attention_bias=True, mlp_bias=True),

@@ -28,41 +28,54 @@ def adapted_modules(weights: Sequence[str], names: Collection[str]) -> list[str]
     return [module for module in modules if f"{module}.lora_A" in names]
 
 
-def join_tensors(state: Mapping[str, torch.Tensor], kind: str, weights: Sequence[str]) -> torch.Tensor:
-    """Join one kind of tensor over the modules of these n weights; k of them have an adapter.
+def join_tensors(state: Mapping[str, torch.Tensor], kind: str, weights: Sequence[str], form: TensorMap) -> torch.Tensor:
+    """Join one kind of tensor over the modules of these weights, of N rows in all; k of them have an adapter.
 
-    lora_A: [k rank, in], lora_B: [n out, k rank], lora_magnitude: [n out]. Raises JobError if only some of the modules
+    lora_A: [k rank, in], lora_B: [N, k rank], lora_magnitude: [N]. Raises JobError if only some of the modules
     have magnitudes, as the missing ones would have to be computed.
     """
     modules = adapted_modules(weights, state)
     parts = [state[f"{module}.{kind}"] for module in modules]
     if kind == "lora_A":
         return torch.cat(parts)
+    places = [form.place(f"{module}.weight", len(part)) for module, part in zip(modules, parts, strict=True)]
+    parts = [_in_peft_order(part, f"{module}.weight", form) for module, part in zip(modules, parts, strict=True)]
     if kind != "lora_B":
         if len(parts) < len(weights):
             raise JobError(f"{', '.join(modules)}: in peft's layout {', '.join(weights)} have a DoRA together or none")
         return torch.cat(parts)
-    outputs, rank = parts[0].shape
-    joint = parts[0].new_zeros(outputs * len(weights), rank * len(parts))
-    for index, (module, part) in enumerate(zip(modules, parts, strict=True)):
-        row = weights.index(f"{module}.weight") * outputs
-        joint[row : row + outputs, index * rank : (index + 1) * rank] = part
+    rank = parts[0].shape[1]
+    joint = parts[0].new_zeros(places[0][1], rank * len(parts))
+    for index, ((row, _), part) in enumerate(zip(places, parts, strict=True)):
+        joint[row : row + len(part), index * rank : (index + 1) * rank] = part
     return joint
 
 
+def _in_peft_order(value: torch.Tensor, weight: str, form: TensorMap) -> torch.Tensor:
+    """Order the rows of a B, or of magnitudes, as those of the weight in the Hugging Face format."""
+    return form.rows_to_hf(value) if form.is_reordered(weight) else value
+
+
 def extract_tensor(
-    joined_tensor: torch.Tensor, name: str, shape: tuple[int, ...], weights: Sequence[str], names: Collection[str]
+    joined_tensor: torch.Tensor,
+    name: str,
+    shape: tuple[int, ...],
+    weights: Sequence[str],
+    names: Collection[str],
+    form: TensorMap,
 ) -> torch.Tensor:
     """Return the view of our tensor `name` of this shape in a joined one, or the joined one if it does not fit."""
     module, _, kind = name.rpartition(".")
-    modules, index = adapted_modules(weights, names), weights.index(f"{module}.weight")
+    modules, weight = adapted_modules(weights, names), f"{module}.weight"
     if kind == "lora_A":
         return (
             joined_tensor
             if joined_tensor.shape[0] == shape[0]
             else _cut(joined_tensor, 0, len(modules), modules.index(module))
         )
-    rows = _cut(joined_tensor, 0, len(weights), index)
+    first, total = form.place(weight, shape[0])
+    rows = joined_tensor[first : first + shape[0]] if len(joined_tensor) == total else joined_tensor
+    rows = form.rows_from_hf(rows) if form.is_reordered(weight) and len(rows) == shape[0] else rows
     if kind != "lora_B" or rows.shape == shape:
         return rows
     block = _cut(rows, 1, len(modules), modules.index(module))
@@ -93,7 +106,7 @@ def to_peft(state: Mapping[str, torch.Tensor], form: TensorMap) -> Tensors:
                 peft_name: part.t().contiguous() for peft_name, part in zip(peft_names, value, strict=True)
             }
         elif len(joined_weights := form.joined_names(weight)) > 1:
-            peft_tensors[peft_names[0]] = join_tensors(state, kind, joined_weights)
+            peft_tensors[peft_names[0]] = join_tensors(state, kind, joined_weights, form)
         else:
             reordered = kind != "lora_A" and form.is_reordered(weight)
             peft_tensors[peft_names[0]] = (form.rows_to_hf(value) if reordered else value).contiguous()
@@ -121,7 +134,7 @@ def from_peft(
         if matrix:
             value = torch.stack([part.t() for part in parts]) if len({part.shape for part in parts}) == 1 else parts[0]
         elif len(joined_weights := form.joined_names(f"{module}.weight")) > 1:
-            value = extract_tensor(parts[0], name, shape, joined_weights, shapes)
+            value = extract_tensor(parts[0], name, shape, joined_weights, shapes, form)
         else:
             reordered = kind != "lora_A" and form.is_reordered(f"{module}.weight")
             (value,) = parts

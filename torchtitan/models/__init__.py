@@ -23,6 +23,7 @@ from torchtitan.models.mistral import FAMILY as MISTRAL
 from torchtitan.models.mixtral import FAMILY as MIXTRAL
 from torchtitan.models.olmo import OLMOS
 from torchtitan.models.opt import FAMILY as OPT
+from torchtitan.models.phi3 import PHIS
 from torchtitan.models.qwen2 import FAMILY as QWEN2
 from torchtitan.models.qwen2_moe import FAMILY as QWEN2_MOE
 from torchtitan.models.qwen3 import FAMILY as QWEN3
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": MIXTRAL,
     **OLMOS,
     "opt": OPT,
+    **PHIS,
     "qwen2": QWEN2,
     "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,

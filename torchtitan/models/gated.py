@@ -21,7 +21,7 @@ from torchtitan.models.family import ConfigConverter
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, REORDERED, ROUTER_BIAS, TensorMap
 from torchtitan.models.layers import GeGLU, RMSNorm, Rotary, SwiGLU, ZeroCenteredRMSNorm
-from torchtitan.models.sizes import Rope
+from torchtitan.models.sizes import QKV, Rope
 from torchtitan.models.spec import HuggingFace, ModelSpec
 from torchtitan.parallelisms.plan import ParallelPlan
 
@@ -98,12 +98,15 @@ OUTPUT_NORMS = {
     "attention_norm.weight": "post_attention_layernorm.weight",
     "ffn_norm.weight": "post_feedforward_layernorm.weight",
 }
+FUSED_QKV = {f"{name}.weight": "self_attn.qkv_proj.weight" for name in QKV}
+FUSED_GATE = {f"feed_forward.{matrix}.weight": "mlp.gate_up_proj.weight" for matrix in ("w1", "w3")}
 
 
 def tensor_map(args: Any, family_names: Mapping[str, str] = NO_NAMES) -> TensorMap:
     """Return the names; `family_names`: those within a layer that a Llama does not have or calls otherwise."""
     names = ATTENTION | FEED_FORWARD | (QK_NORMS if args.qk_norm else {}) | family_names
     names |= {f"{name}.bias": names[f"{name}.weight"].removesuffix("weight") + "bias" for name in args.biases}
+    rows = {f"{name}.weight": outputs for name, (outputs, _) in args.block_linears(0).items() if name in QKV}
     turned = {"attention.wq.bias", "attention.wk.bias", *QK_NORMS, *REORDERED}
     return TensorMap(
         layer_names=names,
@@ -111,6 +114,7 @@ def tensor_map(args: Any, family_names: Mapping[str, str] = NO_NAMES) -> TensorM
         reordered=frozenset(turned),
         float32=frozenset({ROUTER_BIAS}),
         head_dim=args.head_dim,
+        rows=rows,
         tied=args.tied_embeddings,
     )
 

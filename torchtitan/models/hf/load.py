@@ -226,13 +226,14 @@ def read_part(stored: list[Any], tensor: torch.Tensor, name: str, tensor_map: Te
     if tensor_map.is_stacked(name):
         for position, expert in enumerate(range(spans[0].start, spans[0].stop)):
             local[position].copy_(stored[expert][spans[2], spans[1]].t())
-    elif tensor_map.is_reordered(name):
+        return
+    before, _ = tensor_map.place(name, shape[0])  # rows before ours in a joint stored tensor
+    if tensor_map.is_reordered(name):
         head, first, last = tensor_map.head_dim, spans[0].start, spans[0].stop
         start = first // head * head
-        rows = stored[0][(slice(start, min(-(-last // head) * head, shape[0])), *spans[1:])]
+        rows = stored[0][(slice(before + start, before + min(-(-last // head) * head, shape[0])), *spans[1:])]
         local.copy_(tensor_map.rows_from_hf(rows)[first - start : last - start])
     else:
-        before = tensor_map.joined_names(name).index(name) * shape[0]  # rows before ours in the joint stored tensor
         spans[0] = slice(spans[0].start + before, spans[0].stop + before)
         transposed = tensor_map.is_transposed(name)
         part = stored[0][tuple(spans[::-1] if transposed else spans)]

@@ -66,7 +66,8 @@ class TensorMap:
     """Names and layouts of a family's tensors in the Hugging Face format. "HF name" means a name in that format.
 
     `layer_names`: our names within a layer -> HF names, with a star for the expert's number if each expert has a tensor
-    of its own. Several of our names with one HF name are joined along rows in this order, all of the same shape.
+    of its own. Several of our names with one HF name are joined along rows in this order, all of the same shape
+    unless `rows` has the number of rows of each.
     `outer_names`: names outside of the layers. `layers`: the prefix of a layer's number in HF names. `optional_prefix`:
     the part of this prefix that a folder may omit everywhere, as one of a model without a head does.
 
@@ -88,6 +89,7 @@ class TensorMap:
     float32: frozenset[str] = frozenset()
     tied: bool = False
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
+    rows: Mapping[str, int] = field(default_factory=dict)
     _ours: dict[str, list[str]] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -108,6 +110,12 @@ class TensorMap:
             return [name]
         _, layer, part = name.split(".", 2)
         return [f"layers.{layer}.{our_part}" for our_part in self._ours[self.layer_names[part]]]
+
+    def place(self, name: str, rows: int) -> tuple[int, int]:
+        """Return the first row of a tensor with this number of rows in its HF tensor, and the number of that one's."""
+        names = self.joined_names(name)
+        heights = [self.rows.get(_within_layer(joined_name), rows) for joined_name in names]
+        return sum(heights[: names.index(name)]), sum(heights)
 
     def our_names(self, name: str) -> tuple[list[str], int | None]:
         """Return our names of an HF name, and the expert's number or None. KeyError or JobError if it is unknown."""
@@ -135,9 +143,9 @@ class TensorMap:
             if self.is_stacked(name):
                 hf_state |= {key: matrix.t() for key, matrix in zip(names, value, strict=True)}
             elif name == joined[0]:
-                value = value if joined == [name] else torch.cat([state[key] for key in joined])
-                value = value.t() if self.is_transposed(name) else value
-                hf_state[names[0]] = self.rows_to_hf(value) if self.is_reordered(name) else value
+                parts = [self.rows_to_hf(state[key]) if self.is_reordered(key) else state[key] for key in joined]
+                value = parts[0] if len(parts) == 1 else torch.cat(parts)
+                hf_state[names[0]] = value.t() if self.is_transposed(name) else value
             hf_state |= {copy: value.clone() for copy in self.copies.get(name, ())}  # files hold no shared memory
         return hf_state
 
@@ -154,7 +162,8 @@ class TensorMap:
                 stacks.setdefault(names[0], {})[expert] = value.t()
                 continue
             value = value.t() if self.is_transposed(names[0]) else value
-            for name, part in zip(names, value.chunk(len(names)), strict=True):
+            heights = [self.rows.get(_within_layer(name), len(value) // len(names)) for name in names]
+            for name, part in zip(names, value.split(heights), strict=True):
                 ours[name] = self.rows_from_hf(part) if self.is_reordered(name) else part
         for name, experts in stacks.items():
             ours[name] = torch.stack([experts[expert] for expert in range(self.n_experts)])
@@ -166,7 +175,7 @@ class TensorMap:
         """Return the shape of each HF tensor that holds a tensor of ours, or a part of it."""
         if self.is_stacked(name):
             return shape[2], shape[1]
-        shape = (shape[0] * len(self.joined_names(name)), *shape[1:])
+        shape = (self.place(name, shape[0])[1], *shape[1:])
         return shape[::-1] if self.is_transposed(name) else shape
 
     def is_stacked(self, name: str) -> bool:
