@@ -15,6 +15,7 @@ from typing import NoReturn
 from torchtitan.commands import COMMANDS
 from torchtitan.core import distributions, plugins
 from torchtitan.core.errors import JobError, wrap_lines
+from torchtitan.core.hub import Access, set_access
 from torchtitan.core.machine_errors import MachineError
 from torchtitan.core.plugins import missing_plugin, place_of
 from torchtitan.process.exit import exit_with
@@ -25,6 +26,8 @@ USAGE = "usage: torchtitan COMMAND [--help] [arguments]\n\n" + "\n".join(f"  {c:
 USAGE += "\n\n  --version  of this package and of torch"
 COMPUTING = ("train", "bench", "sweep", "generate", "evaluate", "chat", "replay", "verify", "export")
 """Commands that compute with the tensors of a model, or whose processes do."""
+DOWNLOADING = (*(name for name in COMPUTING if name != "train"), "convert", "prepare", "presets", "preview", "download")
+"""Commands that download what a job or a folder names on the hub; `train` does so in its launcher or first rank."""
 CRASHED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 
 
@@ -65,6 +68,8 @@ def _dispatch(argv: list[str]) -> int:
         return 0
     if command in COMPUTING and likely_device() == "cpu":
         use_huge_pages()
+    if command in DOWNLOADING:
+        set_access(Access.DOWNLOAD)
     with no_gc_during_imports():
         main = resolve_name(function_of(command))
     return main(arguments)

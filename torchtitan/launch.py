@@ -19,6 +19,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError, print_help_if_requested
 from torchtitan.config.sections.run import Job
 from torchtitan.core.errors import JobError, wrap_lines
+from torchtitan.core.hub import Access, set_access
 from torchtitan.core.machine_errors import MachineError
 from torchtitan.launcher import slurm
 from torchtitan.launcher.hangs import HangLimits
@@ -82,6 +83,7 @@ def launch(num_ranks: int | None, arguments: list[str]) -> int:
     if not arguments:  # the default job is only a base: ten thousand steps, no checkpoints
         print(NO_JOB, file=sys.stderr)
         return REFUSED
+    set_access(Access.DOWNLOAD)
     queue = SignalQueue()
     try:
         if slurm.outside_of_step():

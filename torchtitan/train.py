@@ -18,6 +18,7 @@ from typing import Any
 
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
+from torchtitan.core.hub import Access, set_access
 from torchtitan.launch import launch, load_job
 from torchtitan.launcher.forks import first_rank, fork_ranks
 from torchtitan.launcher.hangs import write_stacks_on_request
@@ -37,6 +38,8 @@ def main(argv: list[str]) -> int:
     if launcher is not None:
         import_and_fork(launcher)
     ranks = start_rank()
+    if ranks.launcher is None:  # otherwise the launcher has downloaded what the job names
+        set_access(Access.WAIT if ranks.local_rank else Access.DOWNLOAD)
     config = load_job(
         argv,
         ranks.world_size,

@@ -24,6 +24,7 @@ from torchtitan.commands.command_lines import PARSERS
 from torchtitan.config.options import columns, options
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import DeclaredKeys, agreed_value
+from torchtitan.core.hub import local_folder
 from torchtitan.datasets.labelled import open_labelled_files
 from torchtitan.datasets.record_format import LabelledFields, RecordReader
 from torchtitan.datasets.sources import pretokenized
@@ -221,7 +222,7 @@ NO_FILES_TO_READ = {
     *(("bench", "--sweep"), ("chat", "--system"), ("convert", "--add-tokens"), ("convert", "--eos-token")),
     *(("generate", "--prompt"), ("init", "file"), ("prepare", "--text-field"), ("presets", "arguments")),
     *(("presets", "--data"), ("schedule", "--schedule"), ("schedule", "--write-csv"), ("bench", "--hardware")),
-    *(("plan", "--gpu"), ("plan", "--from"), ("plan", "--plot"), ("plan", "--write")),
+    *(("plan", "--gpu"), ("download", "source"), ("plan", "--from"), ("plan", "--plot"), ("plan", "--write")),
 }
 """Arguments for files that are written, which may be pipes, and for text that is no path."""
 
@@ -233,7 +234,7 @@ def text_arguments() -> set[tuple[str, str]]:
         jobs = ("job", "--config") if parser.takes == "job" else ()
         for action in parser._actions:
             name = (action.option_strings or [action.dest])[0]
-            if action.nargs != 0 and action.type in (None, Path, expanduser) and name not in jobs:
+            if action.nargs != 0 and action.type in (None, Path, expanduser, local_folder) and name not in jobs:
                 arguments.add((command, name))
     return arguments
 

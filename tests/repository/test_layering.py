@@ -64,7 +64,7 @@ ROOMS: dict[str, set[str]] = {
     "plugins": {"adapters", "checkpoint", "commands", "config", "core", "datasets", "launch", "launcher"}
     | {"job", "losses", "lr_schedules", "models", "parallelisms", "process", "rules", "training"},
     "cli": {"commands", "core", "process"},  # imports a command's module when it runs
-    "train": {"cli", "config", "launch", "launcher", "metrics", "process", "training"},
+    "train": {"cli", "config", "core", "launch", "launcher", "metrics", "process", "training"},
     "__main__": {"cli"},
     "__init__": set(),
 }

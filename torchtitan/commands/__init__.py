@@ -27,6 +27,7 @@ COMMANDS = {
     "verify": "make random steps of a finished run again, and hold them against its records and checkpoints",
     "checkpoints": "list a run's checkpoints, their state, and the one that a resume takes",
     "export": "write a checkpoint's weights for other programs, with an adapter merged or alone",
+    "download": "fetch a model or records of the Hugging Face Hub into its client's cache",
     "presets": "list, print or copy the jobs that come with the package",
     "init": "write a commented job to begin with",
     "completion": "print the completion script of bash, zsh or fish",

@@ -26,6 +26,7 @@ from torchtitan.config.manager import to_toml
 from torchtitan.config.options import ConfigError, Fault, help_text
 from torchtitan.core.cadence import NO_LIMIT, describe_end
 from torchtitan.core.errors import JobError, format_bytes, wrap_lines
+from torchtitan.core.hub import Access, set_access
 from torchtitan.core.machine_errors import MachineError
 from torchtitan.core.plugins import COMMAND_OPTIONS, loaded_plugin
 from torchtitan.core.progress_bar import waiting
@@ -114,6 +115,7 @@ def main(argv: list[str]) -> int:
         return 0
     if options.era and not options.upgrade:
         raise JobError("--from: allowed with --upgrade only")
+    set_access(Access.DESCRIBE)
     files = [*options.config, *options.job]
     job_options = job_args[2 * len(files) :]
     if options.upgrade:

@@ -22,6 +22,7 @@ from torchtitan.commands.command_parser import (
 )
 from torchtitan.core.files import shipped_jobs
 from torchtitan.core.hardware import known_hardware
+from torchtitan.core.hub import local_folder
 from torchtitan.core.plugins import COMMAND_OPTIONS, plugin_entries
 from torchtitan.core.plugins import PARSERS as PARSERS_OF_COMMANDS
 from torchtitan.metrics.goodput import GPU_HOURS_PER_FAILURE
@@ -40,7 +41,7 @@ SPEEDS = {
 DURATIONS = {"min": 60.0, "h": 3600.0, "d": 86400.0}
 USUAL_GPU = "h100-80"
 """Hardware of `estimate --traffic` without --gpu."""
-FOLDER = "a run's dump_folder, a checkpoint, an export, or a Hugging Face folder"
+FOLDER = "a run's dump_folder, a checkpoint, an export, a Hugging Face folder, or hf://owner/name"
 FORMS = {
     "hf": "a Hugging Face folder",
     "file": "one safetensors file",
@@ -294,7 +295,7 @@ def _add_sampling(parser: CommandParser, max_new_tokens: int, temperature: float
 
 def _add_checkpoint(parser: CommandParser) -> None:
     """Add the options of a command that reads a run's weights."""
-    parser.add_argument("folder", help=FOLDER)
+    parser.add_argument("folder", type=local_folder, help=FOLDER)
     parser.add_argument("--config", help="the job, if the folder has no config.toml")
     best = "take the best checkpoint of a run (checkpoint.best_metric) instead of the newest"
     parser.add_argument("--best", action="store_true", help=best)
@@ -321,7 +322,8 @@ def _whole_numbers(text: str) -> list[int]:
 
 def _convert() -> CommandParser:
     parser = CommandParser("convert", "Options of a job name the model if nothing next to the weights does.", "options")
-    parser.add_argument("source", help="a run, a checkpoint, an export, a folder or a safetensors file")
+    source = "a run, a checkpoint, an export, a folder, a safetensors file or hf://owner/name"
+    parser.add_argument("source", type=local_folder, help=source)
     parser.add_argument("target", help="folder to write, or file if the name ends in .safetensors")
     forms = "; ".join(f"{name}: {description}" for name, description in FORMS.items())
     kind = f"{forms} (default: native for a Hugging Face source, else hf)"
@@ -352,6 +354,16 @@ def _export() -> CommandParser:
     base = "quantized base to merge into: the original weights (default), or those that the run computed with"
     bases = OneOf(("original", "unpacked"))
     parser.add_argument("--merge-base", type=bases, default="original", metavar="{original,unpacked}", help=base)
+    return parser
+
+
+def _download() -> CommandParser:
+    details = "A source that is in the cache is compared with the hub and brought up to date."
+    parser = CommandParser("download", details)
+    source = "hf://owner/name, hf://owner/name@revision, or hf://datasets/owner/name for records"
+    parser.add_argument("source", nargs="+", help=source)
+    only = "what to download: sizes and tokenizer, or with the weights (default)"
+    parser.add_argument("--only", type=OneOf(("tokenizer", "weights")), default="weights", metavar="WHAT", help=only)
     return parser
 
 
@@ -572,6 +584,7 @@ PARSERS: dict[str, Callable[[], CommandParser]] = {
     "verify": _verify,
     "checkpoints": _checkpoints,
     "export": _export,
+    "download": _download,
     "presets": _presets,
     "init": _init,
     "completion": _completion,

@@ -11,6 +11,7 @@ from torchtitan.commands.command_lines import parse_command
 from torchtitan.config.options import hint
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import MODEL_PLACEHOLDER, RECORDS_PLACEHOLDER, shipped_jobs
+from torchtitan.core.hub import is_hub_source, local_path
 from torchtitan.models import SIZES, family_in
 from torchtitan.models.hf.config import CONFIG
 
@@ -81,14 +82,16 @@ def copy(name: str, text: str, path: Path, options: argparse.Namespace) -> int:
                 f"{flag}: the preset {name} has no place for it; drop it, or use one of the fine-tuning presets"
             )
     if options.model is not None:
-        folder = Path(options.model).expanduser()
+        is_remote = is_hub_source(options.model)
+        folder = Path(local_path(options.model, "sizes") if is_remote else options.model).expanduser()
         if not (folder / CONFIG).is_file():
             allowed = f"a folder with a {CONFIG}, as Hugging Face's models are"
             raise JobError(f"--model: given {options.model}; allowed: {allowed}; give the folder of your download")
         family = family_in(folder)
         if family is None:
             raise JobError(f"{folder}: an unsupported model family; allowed: one of {', '.join(SIZES)}")
-        text = set_value(text.replace(json.dumps(MODEL_PLACEHOLDER), quoted(str(folder))), "name", family)
+        place = quoted(options.model if is_remote else str(folder))
+        text = set_value(text.replace(json.dumps(MODEL_PLACEHOLDER), place), "name", family)
     if options.data is not None:
         text = text.replace(json.dumps(RECORDS_PLACEHOLDER), quoted(options.data))
     for base in shipped_jobs():

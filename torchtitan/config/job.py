@@ -37,6 +37,7 @@ from torchtitan.config.sections.training import (
     Training,
     Validation,
 )
+from torchtitan.core.hub import as_source
 
 
 @dataclass(config=STRICT, kw_only=True)
@@ -74,14 +75,17 @@ def trackers_of(options: Metrics) -> dict[str, str]:
 
 
 def as_dict(config: Any) -> dict[str, Any]:
-    """Convert to nested dictionaries, in the order of the fields, without unset (None) fields, as TOML has no null."""
+    """Convert to nested dictionaries, in the order of the fields, without unset (None) fields, as TOML has no null.
+
+    A folder of the hub's cache is written as the source that it came from, which is the same on every machine.
+    """
     return {f.name: _plain(value) for f in fields(config) if (value := getattr(config, f.name)) is not None}
 
 
 def _plain(value: Any) -> Any:
     if isinstance(value, list):
         return [_plain(item) for item in value]
-    return as_dict(value) if is_dataclass(value) else value
+    return as_dict(value) if is_dataclass(value) else as_source(value) if isinstance(value, str) else value
 
 
 def job_schema() -> str:

@@ -15,6 +15,7 @@ import tomli
 import tomli_w
 
 from torchtitan.config.changes import Moved, renamed
+from torchtitan.config.hub_sources import with_local_folders
 from torchtitan.config.job import JobConfig, as_dict
 from torchtitan.config.layers import (
     COMMAND_LINE,
@@ -192,7 +193,7 @@ def resolve(files: list[str], layers: list[Layer]) -> JobConfig:
     faults = [fault for _, of_layer in of_layers for fault in of_layer]
     values = merged(layer.values for layer in layers)
     if not faults:
-        return assemble(values, files)
+        return with_local_folders(assemble(values, files))
     faulty_options = {option_at(fault.key) for fault in faults}
     old = any(layer.old for layer in layers)  # it has to be translated first
     unknown: set[str] = set()

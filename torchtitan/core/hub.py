@@ -1,0 +1,295 @@
+"""Sources on the Hugging Face Hub: `hf://owner/name`, with `@revision` for a branch, a tag or a commit.
+
+`hf://datasets/owner/name` is a repository of records, also with a path or pattern of files after the name. All
+traffic and all files are those of the client `huggingface_hub`: its cache, its token, its endpoint (HF_ENDPOINT), its
+offline mode (HF_HUB_OFFLINE), and its continuation of broken transfers. Only files that are data are downloaded:
+safetensors, JSON, tokenizers and records; never pickles or code.
+
+A source in the cache is used as it is, without network. Which commit a run took is in its `config.toml`.
+"""
+
+import json
+import os
+import re
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from torchtitan.core.errors import JobError, format_bytes
+
+SCHEME = "hf://"
+MODELS, DATASETS = "models", "datasets"
+TOKENIZER_FILES = ("*.json", "*.jinja", "*.model", "*.tiktoken", "merges.txt")
+RECORD_FILES = ("*.jsonl", "*.jsonl.gz", "*.jsonl.zst", "*.json", "*.parquet", "*.arrow", "*.csv", "*.txt")
+FILES = {
+    "sizes": TOKENIZER_FILES,
+    "tokenizer": TOKENIZER_FILES,
+    "weights": ("*.safetensors", *TOKENIZER_FILES),
+    "records": RECORD_FILES,
+}
+"""Patterns of the files that are downloaded, by what they are for."""
+IGNORED = {MODELS: ["*/*", "consolidated*"], DATASETS: ["dataset_infos.json"]}
+"""Patterns that are not: folders with other formats of a model, and Mistral's second copy of its weights."""
+WAIT_SECONDS = 3600
+COMMITS = "TORCHTITAN_HUB_COMMITS"
+"""Environment variable with the commits that the launcher has chosen, as JSON, for its ranks."""
+_SOURCE = re.compile(r"(?:(models|datasets)/)?([\w.-]+/[\w.-]+?)(?:@([\w./-]+?))?(?:/(.+))?")
+_COMMIT = re.compile(r"[0-9a-f]{40}")
+_SNAPSHOT = re.compile(r".*/(models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})(?:/(.*))?")
+
+
+class Access(Enum):
+    """A process's permission to fetch a source that is not in the cache."""
+
+    CACHE_ONLY = 0
+    DESCRIBE = 1  # ask the hub what would be downloaded
+    DOWNLOAD = 2
+    WAIT = 3  # until another process of this machine has downloaded it
+
+
+_access = Access.CACHE_ONLY
+
+
+def set_access(access: Access) -> None:
+    """Set what this process may do about sources that are not in the cache."""
+    global _access
+    _access = access
+
+
+def is_hub_source(text: object) -> bool:
+    return isinstance(text, str) and text.startswith(SCHEME)
+
+
+@dataclass(frozen=True)
+class HubSource:
+    """A repository of the hub, what its files are for (FILES), and for records a path or pattern in it."""
+
+    kind: str
+    repo: str
+    revision: str | None
+    path: str
+    purpose: str
+
+    @classmethod
+    def parse(cls, text: str, purpose: str) -> "HubSource":
+        """Parse a source. Raises JobError."""
+        match = _SOURCE.fullmatch(text.removeprefix(SCHEME).rstrip("/"))
+        if match is None:
+            raise JobError(f"{text}: allowed: hf://owner/name, or hf://owner/name@revision; correct it")
+        kind, repo, revision, path = match.groups()
+        kind = kind or (DATASETS if purpose == "records" else MODELS)
+        purpose = "records" if kind == DATASETS else purpose
+        if path and kind == MODELS:
+            raise JobError(f"{text}: allowed: a model's whole repository; leave out /{path}")
+        if path and (".." in path.split("/") or not path.endswith(tuple(pattern[1:] for pattern in RECORD_FILES))):
+            allowed = ", ".join(RECORD_FILES)
+            raise JobError(f"{text}: allowed: a path of files {allowed}; other files are not downloaded")
+        return cls(kind, repo, revision, path or "", purpose)
+
+    def __str__(self) -> str:
+        prefix = f"{DATASETS}/" * (self.kind == DATASETS)
+        revision = f"@{self.revision}" if self.revision else ""
+        return f"{SCHEME}{prefix}{self.repo}{revision}" + f"/{self.path}" * bool(self.path)
+
+    @property
+    def is_pinned(self) -> bool:
+        return self.revision is not None and _COMMIT.fullmatch(self.revision) is not None
+
+    @property
+    def key(self) -> str:
+        """Return the name of the source among COMMITS: without its path."""
+        return str(replace(self, path=""))
+
+    def at(self, commit: str) -> "HubSource":
+        return replace(self, revision=commit)
+
+    def _request(self) -> dict[str, Any]:
+        return {
+            "repo_id": self.repo,
+            "repo_type": self.kind.removesuffix("s"),
+            "revision": self.revision,
+            "allow_patterns": [self.path] if self.path else list(FILES[self.purpose]),
+            "ignore_patterns": IGNORED[self.kind],
+        }
+
+    def find(self) -> Path | None:
+        """Return the folder in the cache, of all files that are needed; None if one is missing."""
+        from huggingface_hub import snapshot_download
+        from huggingface_hub.errors import LocalEntryNotFoundError
+
+        try:
+            return Path(snapshot_download(**self._request(), local_files_only=True))
+        except LocalEntryNotFoundError:
+            return None
+
+    def missing_files(self) -> list[Any]:
+        """Ask the hub which files are not in the cache; each has `filename` and `file_size`. Raises JobError."""
+        from huggingface_hub import snapshot_download
+
+        with translated_errors(self):
+            files = snapshot_download(**self._request(), dry_run=True)
+        names = [file.filename for file in files]
+        if self.purpose == "weights" and not any(name.endswith(".safetensors") for name in names):
+            raise JobError(
+                f"{self}: it has no *.safetensors; pickles (*.bin, *.pt) are not downloaded, as they can run code; "
+                "take a repository or revision with safetensors"
+            )
+        if not names:
+            allowed = self.path or ", ".join(FILES[self.purpose])
+            raise JobError(f"{self}: it has no file that is read; allowed: {allowed}; look at its list of files")
+        return [file for file in files if file.will_download]
+
+    def download(self) -> Path:
+        """Download what is missing and return the folder. Raises JobError.
+
+        The client continues a transfer that breaks, as long as it gets further; complete files are kept.
+        """
+        from huggingface_hub import constants, snapshot_download
+
+        missing = self.missing_files()
+        size = sum(file.file_size for file in missing)
+        place = Path(constants.HF_HUB_CACHE)
+        existing = next(folder for folder in (place, *place.absolute().parents) if folder.exists())
+        if (free := shutil.disk_usage(existing).free) < size:
+            raise JobError(
+                f"{self}: {format_bytes(size)} are to be downloaded, and {place} has room for {format_bytes(free)}; "
+                "make room, or set HF_HOME to a larger disk"
+            )
+        with translated_errors(self):
+            return Path(snapshot_download(**self._request()))
+
+
+@contextmanager
+def translated_errors(source: HubSource | str) -> Iterator[None]:
+    """Raise the errors of the hub's client as JobErrors with a remedy."""
+    from huggingface_hub import errors
+
+    transport_error: Any = getattr(errors, "HTTPError", OSError)  # of the HTTP library that the client uses
+    try:
+        yield
+    except (transport_error, OSError, ValueError, errors.EntryNotFoundError) as error:
+        raise JobError(f"{source}: {_reason_and_remedy(error)}") from error
+
+
+def _reason_and_remedy(error: BaseException) -> str:
+    from huggingface_hub import errors
+
+    cause = error.__cause__
+    token = "log in by `hf auth login`, or set HF_TOKEN"
+    if isinstance(error, errors.GatedRepoError):
+        return f"the publisher asks for consent: accept it on the repository's page, and {token}"
+    if isinstance(error, errors.RevisionNotFoundError):
+        return "no such revision; give a branch, a tag or a commit of the repository"
+    if isinstance(error, errors.RepositoryNotFoundError):
+        return f"no such repository, or a private one; correct the name, or {token}"
+    if isinstance(error, errors.HfHubHTTPError):
+        status = error.response.status_code
+        if status in (401, 403):
+            return f"the hub refuses access (HTTP {status}); {token}, with the right to do this"
+        return f"the hub answers HTTP {status}; try again later: what is downloaded is kept"
+    if isinstance(error, errors.OfflineModeIsEnabled | errors.DryRunError | errors.LocalEntryNotFoundError):
+        if isinstance(cause, errors.HfHubHTTPError):
+            return _reason_and_remedy(cause)
+        if isinstance(error, errors.OfflineModeIsEnabled) or isinstance(cause, errors.OfflineModeIsEnabled):
+            remedy = "unset it, or copy the client's cache from a machine that has it"
+            return f"it is not complete in the cache, and HF_HUB_OFFLINE is set; {remedy}"
+        reason = "the hub cannot be reached" + f" ({cause})" * (cause is not None)
+        return f"{reason}; check the network, HF_ENDPOINT and the proxy, and start again"
+    if isinstance(error, ValueError):  # a name of a file or repository that is none
+        return f"the client refuses it ({error}); give another repository or revision"
+    remedy = "start again: complete files are kept"
+    return f"the transfer failed ({type(error).__name__}: {error}); {remedy}"
+
+
+def local_folder(text: str) -> str:
+    """Return the folder of a model on the hub, as an argument type: downloaded where needed. Other text is a path."""
+    return local_path(text, "weights") if is_hub_source(text) else os.path.expanduser(text)
+
+
+def pinned(source: HubSource, recorded: dict[str, str]) -> HubSource:
+    """Return the source at the commit that it has in this run. Raises JobError for a branch that has moved on.
+
+    `recorded`: commits that the run began with, by the source without its revision.
+    """
+    launcher_commit = _commits_of_launcher().get(source.key)
+    if source.is_pinned:
+        return source
+    if launcher_commit is not None:
+        return source.at(launcher_commit)
+    commit = recorded.get(replace(source, revision=None, path="").key)
+    return source if commit is None or source.revision else source.at(commit)
+
+
+def local_path(text: str, purpose: str, recorded: dict[str, str] | None = None) -> str:
+    """Return the path in the cache of a source, which is downloaded where this process may.
+
+    `recorded`: see `pinned`. Raises JobError.
+    """
+    require_client(text)
+    source = HubSource.parse(text, purpose)
+    pinned_source = pinned(source, recorded or {})
+    folder, end = pinned_source.find(), time.monotonic() + WAIT_SECONDS
+    while folder is None and _access is Access.WAIT and time.monotonic() < end:
+        time.sleep(1)
+        folder = pinned_source.find()
+    if folder is None and _access is not Access.DOWNLOAD:
+        remedy = f"`torchtitan download {pinned_source}` fetches it"
+        if _access is Access.DESCRIBE:
+            missing = pinned_source.missing_files()
+            size = format_bytes(sum(file.file_size for file in missing))
+            raise JobError(
+                f"{pinned_source}: not in the cache: {len(missing)} files, {size}, would be downloaded; {remedy}"
+            )
+        raise JobError(f"{pinned_source}: not in the cache, or not complete; {remedy}")
+    folder = folder or pinned_source.download()
+    before = (recorded or {}).get(replace(source, revision=None, path="").key)
+    if before not in (None, folder.name) and not source.is_pinned:
+        raise JobError(
+            f"{source}: it is now commit {folder.name}, and the run began with {before}; write {source.at(before)} to "
+            "go on with that, or give another job.dump_folder"
+        )
+    os.environ[COMMITS] = json.dumps(_commits_of_launcher() | {source.key: folder.name})
+    return str(folder / source.path) if source.path else str(folder)
+
+
+@cache
+def require_client(text: str) -> None:
+    """Raise JobError, about a source, if the hub's client is missing or too old."""
+    try:
+        import huggingface_hub
+    except ImportError:
+        raise JobError(
+            f"{text} needs the package huggingface_hub; install it with: pip install huggingface_hub"
+        ) from None
+    if int(huggingface_hub.__version__.partition(".")[0]) < 2:
+        remedy = "pip install -U 'huggingface_hub>=2'"
+        raise JobError(f"{text} needs huggingface_hub 2 or newer, not {huggingface_hub.__version__}; {remedy}")
+
+
+def _commits_of_launcher() -> dict[str, str]:
+    return json.loads(os.environ.get(COMMITS, "{}"))
+
+
+def as_source(text: str) -> str:
+    """Return the pinned source of a path in the client's cache; another text unchanged."""
+    match = _SNAPSHOT.fullmatch(text) if "/snapshots/" in text else None
+    if match is None:
+        return text
+    kind, owner, name, commit, path = match.groups()
+    return str(HubSource(kind, f"{owner}/{name}", commit, path or "", ""))
+
+
+def recorded_commits(text: str) -> dict[str, str]:
+    """Return the commits of the pinned sources in a run's config.toml, by the source without its revision."""
+    commits = {}
+    for match in re.finditer(rf'"({SCHEME}[^"\s]+@[0-9a-f]{{40}})(?:/[^"]*)?"', text):
+        source = HubSource.parse(match[1], "weights")
+        assert source.revision is not None
+        commits[replace(source, revision=None).key] = source.revision
+    return commits
