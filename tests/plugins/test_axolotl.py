@@ -20,6 +20,8 @@ from torchtitan.config.sections.training import DataSource
 from torchtitan.core import yaml_file
 from torchtitan.core.cadence import cadence_of
 from torchtitan.core.errors import JobError
+from torchtitan.datasets import open_source
+from torchtitan.datasets.record_format import record_reader
 from torchtitan.plugins.importers import axolotl, deepspeed, launchers, parse, split
 from torchtitan.plugins.importers.axolotl_options import ENTRY_KEYS
 from torchtitan.plugins.importers.axolotl_options import OPTIONS as TABLE
@@ -328,6 +330,20 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
         {"parallelism.data_parallel_replicate_degree": 1, "parallelism.data_parallel_shard_degree": 2},
     ),
     ({"dp_replicate_size": 2}, FULL, {}),  # as it is without fsdp
+    (  # experts are spread over ranks that have samples of their own, which are sharded
+        {"expert_parallel_size": 2, "plugins": ["axolotl.integrations.expert_parallel.ExpertParallelPlugin"]},
+        FULL,
+        {"parallelism.expert_parallel_degree": 2, "parallelism.data_parallel_replicate_degree": None},
+    ),
+    ({"reinit_weights": True}, FULL, {"checkpoint.initial_load_path": None, "checkpoint.initial_load_in_hf": None}),
+    ({"model_quantization_config": "Mxfp4Config", "model_quantization_config_kwargs": {"dequantize": True}}, FULL, {}),
+    ({"gradient_checkpointing": "offload"}, FULL, {"activation_checkpoint.mode": "full"}),
+    ({"warmup_steps": 0.1}, FULL, {"lr_scheduler.warmup_steps": 0.1}),
+    ({"warmup_steps": 1}, FULL, {"lr_scheduler.warmup_steps": 2}),
+    ({"warmup_steps": 0}, FULL, {"lr_scheduler.warmup_steps": 0}),
+    ({"attn_implementation": "kernels-community/vllm-flash-attn3"}, FULL, {}),
+    ({"base_model": "deepseek-ai/DeepSeek-R1"}, FULL, {"model.name": "deepseek"}),
+    ({"base_model": "my/Qwen3_0.6B"}, FULL, {"model.name": "qwen3"}),
 ]
 
 
@@ -367,7 +383,7 @@ def test_options_without_effect_are_noted(name):
 def test_kernels_of_exact_attention_are_noted_and_others_refused():
     values, note = changes_by({"attn_implementation": "flash_attention_2"}, FULL)
     assert values == {} and "attn_implementation: the fastest suitable attention kernel" in note
-    for name in ("sage", "fp8", "kernels-community/flash-attn3"):
+    for name in ("sage", "fp8", "somebody/flash-attn3"):
         (fault,) = import_config(FULL | {"attn_implementation": name}).faults
         assert fault.key == "attn_implementation" and "leave it out" in fault.remedy
 
@@ -483,6 +499,11 @@ WRONG = [  # an option, its value, the job it is added to, and a part of the err
     ("max_memory", {0: "20GB", 1: "10GB"}, FULL, "all ranks have one limit"),
     ("max_memory", "20GB", FULL, "give gpu_memory_limit"),
     ("save_steps", 2.5, FULL, "a share below 1"),
+    ("model_quantization_config", "Mxfp4Config", FULL, "{dequantize = true}"),
+    ("model_quantization_config_kwargs", {"dequantize": False}, FULL, "{dequantize = true}"),
+    ("warmup_steps", -1, FULL, "at least 0"),
+    ("base_model", "google/gemma-3n-E2B", FULL, "no other family is here"),
+    ("base_model", "meta-llama/Llama-4-Scout", FULL, "no other family is here"),
     ("save_strategy", "best", FULL, "one of no, steps, epoch"),
     ("evaluation_strategy", "often", HELD_OUT, "one of no, steps, epoch"),
     ("eval_strategy", "often", HELD_OUT, "one of no, steps, epoch"),
@@ -574,6 +595,7 @@ ENTRY = {
     "split": ("test", "write the records of the split into a file"),
     "data_files": (3, "paths"),
     "feild": ("text", "did you mean field?"),
+    "field_thinking": ("thoughts", "one name for both"),
 }
 
 
@@ -618,6 +640,46 @@ def test_slices_of_a_split_are_those_of_a_source(entry, expected, folder_with_mo
         names = ("dataset", "dataset_path", "slice")
         assert draft.values["training.sources"] == [dict(zip(names, source, strict=True)) for source in expected]
         assert not faults
+
+
+PAIRS = [  # an entry of pairs, and its options; its records
+    ({"type": "chat_template.default"}, {}, "messages"),
+    ({"type": "chat_template.default", "field_messages": "conversation"}, {"messages": "conversation"}, "conversation"),
+    (
+        {"type": "chat_template.default", "field_chosen": "good", "message_property_mappings": {"role": "from"}},
+        {"chosen": "good", "role": "from"},
+        "messages",
+    ),
+    ({"type": "chat_template.argilla"}, {}, None),
+]
+
+
+@pytest.mark.parametrize("entry, fields, prompt", PAIRS, ids=[str(entry) for entry, *_ in PAIRS])
+def test_pairs_of_messages_are_read_with_their_fields(entry, fields, prompt, tmp_path):
+    job = import_config(FULL | {"rl": "dpo", "datasets": [{"path": str(tmp_path / "a.jsonl")} | entry]})
+    assert job.faults == []
+    source = job.values.get("training.sources", [{}])[0]
+    assert source.get("fields", {}) == fields
+    role = fields.get("role", "role")
+    question, *answers = ({role: who, "content": text} for who, text in (("user", "q"), *[("assistant", "a")] * 2))
+    pair = {fields.get("chosen", "chosen"): answers[0], "rejected": answers[1] | {"content": "b"}}
+    if prompt is None:
+        pair = {name: [question, answer] for name, answer in pair.items()}
+    (tmp_path / "a.jsonl").write_text(json.dumps(pair | ({prompt: [question]} if prompt else {})))
+    reader = record_reader(DataSource(**{"dataset": "text"} | source), None, True, True)
+    (document,) = open_source("text", str(tmp_path / "a.jsonl"), reader).documents()
+    texts = [[message["content"] for message in answer.content.messages] for answer in document.content]
+    assert texts == [["q", "a"], ["q", "b"]]
+
+
+def test_thoughts_have_one_name():
+    names = {"field_thinking": "thinking", "template_thinking_key": "thinking"}
+    entry = {"path": "a.jsonl", "type": "chat_template"}
+    assert import_config(FULL | {"datasets": [entry | names]}).faults == []
+    assert import_config(FULL | {"datasets": [entry | {"field_thinking": "reasoning_content"}]}).faults == []
+    for name in names:
+        (fault,) = import_config(FULL | {"datasets": [entry | {name: "thinking"}]}).faults
+        assert fault.key == f"datasets[0].{name}" and "one name for both" in str(fault)
 
 
 def test_a_stream_is_not_sliced():

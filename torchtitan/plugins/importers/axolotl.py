@@ -4,6 +4,7 @@ The table in axolotl_options.py translates options that are independent of other
 """
 
 import os.path
+import re
 from fractions import Fraction
 from math import ceil, prod
 from pathlib import Path
@@ -12,7 +13,7 @@ from typing import Any
 from torchtitan.core.cadence import steps_of
 from torchtitan.core.errors import JobError
 from torchtitan.lr_schedules import TRANSFORMERS
-from torchtitan.models import SIZES, family_for_model_type, family_in
+from torchtitan.models import CONFIG_CONVERTERS, SIZES, family_for_model_type, family_in
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.plugins.importers import deepspeed, launchers
 from torchtitan.plugins.importers.axolotl_adapter import AdapterTranslation
@@ -21,6 +22,7 @@ from torchtitan.plugins.importers.axolotl_options import (
     ADAM,
     DEFAULT_STRATEGY,
     NEVER_CODE,
+    OFFLOADED,
     OPTIMIZERS,
     PLUGINS,
     read_options,
@@ -33,16 +35,14 @@ from torchtitan.plugins.importers.translation import (
     replicated,
 )
 
-MODEL_TYPES = {"distill-qwen": "qwen2", "distill-llama": "llama", "gemma-3": "gemma3_text"}
-MODEL_TYPES |= {"qwen1.5-moe": "qwen2_moe", "qwen2-57b-a14b": "qwen2_moe", "mixtral": "mixtral"}
-MODEL_TYPES |= {"qwen3-30b-a3b": "qwen3_moe", "qwen3-235b-a22b": "qwen3_moe"}
-MODEL_TYPES |= {name: name for name in ("mistral", "qwen2", "qwen3")}
-MODEL_TYPES |= {"deepseek-v2": "deepseek_v2", "deepseek-v3": "deepseek_v3", "deepseek-r1": "deepseek_v3"}
-MODEL_TYPES |= {"kimi-k2": "kimi_k2"}
-MODEL_TYPES |= {name: name for name in ("gpt2", "opt", "llama")}
+MODEL_TYPES = {"distill-qwen": "qwen2", "distill-llama": "llama", "qwen1.5-moe": "qwen2_moe"}
+MODEL_TYPES |= {"qwen2-57b-a14b": "qwen2_moe", "qwen3-30b-a3b": "qwen3_moe", "qwen3-235b-a22b": "qwen3_moe"}
+MODEL_TYPES |= {"qwen3-next": "qwen3_next", "qwen3.5": "qwen3_5_text", "gemma-3n": "gemma3n_text"}
+MODEL_TYPES |= {"llama-4": "llama4_text"}
 """Parts of the name of a folder that is not on this machine, and the model type that the first of them indicates.
 
-DeepSeek's distilled models have the architecture of their students.
+Without one of them it is the longest model type of the families here that the name contains. DeepSeek's distilled
+models have the architecture of their students.
 """
 ROUTER_LOSS = "output_router_logits"
 """Key of a config with which transformers adds the router's loss to that of the tokens."""
@@ -53,7 +53,7 @@ GROUPS = 4
 """Number of groups per sequence in Axolotl's shifted attention."""
 STRATEGIES = ("full_shard", "shard_grad_op", "no_shard")
 GROUP_SIZES = {"context_parallel_size": "cp", "tensor_parallel_size": "tp"}
-GROUP_SIZES |= {"dp_shard_size": "dp_shard", "dp_replicate_size": "dp_replicate"}
+GROUP_SIZES |= {"dp_shard_size": "dp_shard", "dp_replicate_size": "dp_replicate", "expert_parallel_size": "ep"}
 """Sizes of parallel groups -> their names in launchers.parallel_sizes."""
 VALIDATION_OPTIONS = (
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience"),
@@ -65,6 +65,16 @@ def read(line: CommandLine) -> JobDraft:
     draft = JobDraft(line.config or line.script, "")
     _Axolotl(line, draft).read()
     return draft
+
+
+def guess_model_type(folder: str) -> str | None:
+    """Return the model type that the name of a folder indicates, which is not on this machine; None without any."""
+    if model_type := next((kind for part, kind in MODEL_TYPES.items() if part in folder.lower()), None):
+        return model_type
+    model_types = {kind for converter in CONFIG_CONVERTERS.values() for kind in converter.allowed_types}
+    name = re.sub("[^a-z0-9]", "", folder.lower())
+    matches = [kind for kind in model_types if kind.removesuffix("_text").replace("_", "") in name]
+    return max(matches, key=lambda kind: (len(kind), kind), default="deepseek_v3" if "deepseekr1" in name else None)
 
 
 class _Axolotl:
@@ -79,6 +89,7 @@ class _Axolotl:
 
     def read(self) -> None:
         self.model()
+        self.quantized_weights()
         self.plugins()
         self.sizes()
         DataTranslation(self.options, self.draft).read()
@@ -105,8 +116,7 @@ class _Axolotl:
             self.refuse("base_model_config", config_folder, f"{folder}, as base_model", remedy)
         try:
             is_local = os.path.isfile(Path(folder, CONFIG))
-            model_type = next((kind for part, kind in MODEL_TYPES.items() if part in folder.lower()), None)
-            family = family_in(Path(folder)) if is_local else family_for_model_type(model_type)
+            family = family_in(Path(folder)) if is_local else family_for_model_type(guess_model_type(folder))
         except JobError as error:
             is_local, family = True, None
             self.note(str(error))
@@ -114,8 +124,21 @@ class _Axolotl:
             self.refuse("base_model", folder, f"a model of {', '.join(SIZES)}", "no other family is here")
             return
         self.values |= from_folder(family, self.tokens.read(folder))
+        if options["reinit_weights"]:
+            self.note("reinit_weights: weights begin with the random values of this family here, not transformers'")
+            for name in ("initial_load_path", "initial_load_in_hf"):
+                del self.values[f"checkpoint.{name}"]
         if not is_local:
             self.note(f"download {folder} to a folder of that name here; its family is a guess from its name")
+
+    def quantized_weights(self) -> None:
+        """Check how weights that a folder has in a quantized format are read: here always dequantized."""
+        kind, settings = (self.options[f"model_quantization_config{end}"] for end in ("", "_kwargs"))
+        if kind is not None and (settings or {}) == {"dequantize": True}:
+            self.note(f"model_quantization_config: {kind}: weights are read dequantized")
+        elif kind is not None or settings:
+            remedy = "weights are not trained in a quantized format"
+            self.refuse("model_quantization_config_kwargs", settings, "{dequantize = true}", remedy)
 
     def plugins(self) -> None:
         plugins = self.options["plugins"] or []
@@ -230,11 +253,9 @@ class _Axolotl:
             return None
         data_ranks = ranks // (sizes["context_parallel_size"] * sizes["tensor_parallel_size"])
         shards, replicas = sizes["dp_shard_size"], sizes["dp_replicate_size"]
-        strategies = self._strategies()
-        if shards > 1 and replicas > 1 and shards * replicas != data_ranks:
-            self.refuse(
-                "dp_shard_size", shards, f"{data_ranks // replicas}, which makes {data_ranks} ranks", "or drop it"
-            )
+        strategies, copies = self._strategies(), data_ranks // sizes["expert_parallel_size"]
+        if shards > 1 and replicas > 1 and shards * replicas != copies:
+            self.refuse("dp_shard_size", shards, f"{copies // replicas}, which makes {copies} ranks", "or drop it")
         elif max(shards, replicas) > 1 and self._uses_deepspeed:
             name = "dp_shard_size" if shards > 1 else "dp_replicate_size"
             self.refuse(name, sizes[name], "1 with deepspeed, which shards by its stage")
@@ -269,6 +290,8 @@ class _Axolotl:
         options, bf16 = self.options, self.options["bf16"]
         stores_bfloat16 = options["bfloat16"] or bf16 == "full" or options["torch_dtype"] in ("bfloat16", "bf16")
         computes_bfloat16 = stores_bfloat16 or bf16 in (True, AUTO)
+        if options["gradient_checkpointing"] in OFFLOADED:
+            self.note("gradient_checkpointing: inputs of blocks stay on their device, which changes no result")
         self.values["training.dtype"] = "bfloat16" if stores_bfloat16 else "float32"
         self.values["training.mixed_precision_param"] = "bfloat16" if computes_bfloat16 else "float32"
 
@@ -304,8 +327,8 @@ class _Axolotl:
             values["lr_scheduler.warmup_steps"] = 0
             if steps or ratio:
                 self.note(f"no effect with lr_scheduler: constant: {'warmup_steps' if steps else 'warmup_ratio'}")
-        elif steps is not None:
-            values["lr_scheduler.warmup_steps"] = steps
+        elif steps is not None:  # a share is rounded up, as here; Axolotl makes two of one step
+            values["lr_scheduler.warmup_steps"] = steps if 0 < steps < 1 else 2 if int(steps) == 1 else int(steps)
         elif ratio:
             values["lr_scheduler.warmup_steps"] = self._share_of_steps(ratio)
         elif self.steps is not None:
@@ -436,6 +459,8 @@ class _Axolotl:
             values["parallelism.context_parallel_degree"] = sizes["context_parallel_size"]
         if sizes["tensor_parallel_size"] > 1:
             values["parallelism.tensor_parallel_degree"] = sizes["tensor_parallel_size"]
+        if sizes["expert_parallel_size"] > 1:
+            values["parallelism.expert_parallel_degree"] = sizes["expert_parallel_size"]
         path = options["deepspeed"] or launchers.deepspeed_file(self.line)
         if path is not None:
             relative_path = Path(self.line.config or "").parent / path
@@ -463,7 +488,7 @@ class _Axolotl:
             values["parallelism.fsdp_reshard_after_forward"] = "never"
         elif "full_shard" in strategies:
             values["parallelism.fsdp_reshard_after_forward"] = "always"
-        if ranks is None:
+        if ranks is None or sizes["expert_parallel_size"] > 1:  # experts are spread over the shards
             return
         shards, replicas = sizes["dp_shard_size"], sizes["dp_replicate_size"]
         if not is_sharded:

@@ -50,7 +50,12 @@ PROPERTIES = "message_property_mappings"
 """An entry's table from role and content to the fields of a message."""
 ROLES_READ = {"system": {"system"}, "user": {"user", "human"}, "assistant": {"assistant", "gpt"}, "tool": {"tool"}}
 """Role -> names of it that records may have."""
+THINKING = {"field_thinking": "template_thinking_key", "template_thinking_key": "field_thinking"}
+"""Keys of an entry for the name of thoughts in a message and in the template, which are one here."""
+THINKING_FIELD = "reasoning_content"
 PAIR_FIELDS = {"field_chosen": "chosen", "field_rejected": "rejected"}
+PAIR_TYPES = ("chat_template.default", "chat_template.argilla", "chat_template.argilla_chat")
+"""Prompt types of pairs of messages under the chat template; those of Argilla have the prompt in both answers."""
 TEXTS = ("completion", "input_output", "prompt_completion")
 """Formats of records that hold texts, which may have been rendered with a template before."""
 SPELLED_TOKENS = "special tokens that its texts spell out are ordinary text here, and tokens for Axolotl"
@@ -200,13 +205,15 @@ class DataTranslation:
         for key, value in entry.items():
             if key not in (*ENTRY_KEYS, "text_column"):
                 self.refuse(f"{label}.{key}", value, "a known key", hint(key, ENTRY_KEYS))
-            elif key in PAIR_FIELDS and value != PAIR_FIELDS[key]:
+            elif key in PAIR_FIELDS and value != PAIR_FIELDS[key] and entry.get("type") not in PAIR_TYPES:
                 self.refuse(f"{label}.{key}", value, PAIR_FIELDS[key], "rename the field in the records")
+            elif key in THINKING and value != entry.get(THINKING[key], THINKING_FIELD):
+                self.refuse(f"{label}.{key}", value, "one name for both", f"rename the field {value} in the records")
             elif key == "conversation" and not isinstance(value, str):
                 self.refuse(f"{label}.conversation", value, "the name of a template")
             elif key == "roles" and not _are_roles(value):
                 self.refuse(f"{label}.roles", value, "the usual names of roles", "rename the roles in the records")
-            elif key in (*PROMPT, *FIELDS, *MESSAGE_FIELDS) and not isinstance(value, str):
+            elif key in (*PROMPT, *FIELDS, *MESSAGE_FIELDS, *PAIR_FIELDS) and not isinstance(value, str):
                 self.refuse(f"{label}.{key}", value, "text")
         if isinstance(entry.get("conversation"), str):
             self._templates.append(entry["conversation"])
@@ -220,6 +227,8 @@ class DataTranslation:
         fields = {name: entry[key] for key, name in FIELDS.items() if entry.get(key, name) != name}
         message_fields = {name: entry[key] for key, name in MESSAGE_FIELDS.items() if entry.get(key, name) != name}
         template = {key: entry[key] for key in PROMPT if key in entry}
+        if self.options["rl"] in PREFERENCES and entry.get("type") in PAIR_TYPES:
+            return self._pairs(entry, message_fields)
         if message_fields and self.options["rl"] in PREFERENCES:
             key = next(key for key in MESSAGE_FIELDS if MESSAGE_FIELDS[key] in message_fields)
             remedy = "write the messages with role and content"
@@ -254,6 +263,14 @@ class DataTranslation:
         if kind:
             self.note(f"{label}.type {kind}: the format is detected from the fields of a record, see docs/data.md")
         return {"text_field": field} if isinstance(field, str) else {}
+
+    def _pairs(self, entry: Mapping[str, Any], message_fields: Mapping[str, str]) -> dict[str, Any]:
+        """Return the options of pairs whose prompt, if the entry names a field for it, stands next to the answers."""
+        names = {"messages": "field_messages"} if entry["type"] == PAIR_TYPES[0] else {}
+        names |= {name: key for key, name in PAIR_FIELDS.items()}
+        fields = {name: entry[key] for name, key in names.items() if entry.get(key, name) != name}
+        fields |= message_fields
+        return {"format": "preference", "fields": fields} if fields else {}
 
     def _kind(self, label: str, entry: Mapping[str, Any]) -> str:
         kind = entry.get("type")

@@ -22,13 +22,15 @@ ADAM |= {"adamw_anyprecision": "AdamWBF16"}
 OPTIMIZERS = ADAM | {"adafactor": "Adafactor", "lion_pytorch": "Lion", "paged_lion_32bit": "Lion", "sgd": "SGD"}
 OPTIMIZERS |= {"galore_adamw": "GaLore", "galore_adamw_8bit": "GaLore", "muon": "Muon"}
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
-RECOMPUTE = {True: "full", False: "none", AUTO: "full"}
+OFFLOADED = ("offload", "offload_disk")
+"""Values of gradient_checkpointing that keep inputs of blocks in another memory."""
+RECOMPUTE = {True: "full", False: "none", AUTO: "full"} | dict.fromkeys(OFFLOADED, "full")
 STRATEGIES = ("no", "steps", "epoch")
 DTYPES = ("bfloat16", "bf16", "float32", "fp32", "float", AUTO)
 
 NEVER_CODE = "code that comes with a model or with data is never executed"
 NO_FLOAT16 = Setting("bool", reason=FLOAT16)
-NO_PUBLISHING = Setting("text", reason="models are not published; upload the folder of the export")
+NO_PUBLISHING = Setting("text", note="a run publishes nothing; upload the folder of the export")
 NO_CHOICES = "questions with choices are not supported"
 STAYS_ON_DEVICE = "activations stay on their device"
 NO_OPTION = "this is no option but a name in Axolotl's source; leave it out"
@@ -47,16 +49,35 @@ FAMILY = _note("any", "the folder's config.json tells the family")
 COMPILED = _note("bool", "compile.enable = true fuses it")
 LIGER = _note("bool", "the kernel gives the same results; compile.enable = true fuses operations here")
 KERNEL = _note("bool", "the fastest suitable attention kernel is used, see model.attention_backend")
-EXACT_ATTENTION = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention", "xformers")
-OTHER_ATTENTION = "sage and fp8 round attention, and kernels of the hub are code: leave it out for exact attention"
+EXACT_ATTENTION: tuple[str, ...] = (
+    "eager",
+    "sdpa",
+    "flash_attention_2",
+    "flash_attention_3",
+    "flex_attention",
+    "xformers",
+)
+EXACT_ATTENTION += tuple(f"kernels-community/{name}" for name in ("flash-attn2", "flash-attn3", "vllm-flash-attn3"))
+OTHER_ATTENTION = "sage and fp8 round attention, and other kernels are unknown: leave it out for exact attention"
 TOKENIZER = _note("any", "the kind of a tokenizer is read from its files")
 DEVICES = _note("any", "the launcher chooses the devices")
 COMPUTED = _note("any", "it is computed, and logged at the start")
 UPLOADS = _note("text", "checkpoints are not uploaded")
 EXPERTS = _note("any", "products of experts are grouped where the device has a kernel for it")
-FASTER_PLUGINS = ("cut_cross_entropy.CutCrossEntropyPlugin", "liger.LigerPlugin", "kernels.KernelsPlugin")
+FASTER_PLUGINS: tuple[str, ...] = (
+    "cut_cross_entropy.CutCrossEntropyPlugin",
+    "liger.LigerPlugin",
+    "kernels.KernelsPlugin",
+)
+FASTER_PLUGINS += ("expert_parallel.ExpertParallelPlugin", "swanlab.SwanLabPlugin")
 PLUGINS = tuple(f"axolotl.integrations.{name}" for name in FASTER_PLUGINS)
-"""Plugins that make a step faster or smaller and change no result."""
+"""Plugins that change no result: they make a step faster or smaller, or report it."""
+UNREAD = _note("any", "Axolotl has no such option, so it has no effect there either")
+NOT_REPORTED = _note("any", "nothing is sent there; metrics.trackers names the trackers that are supported")
+SMALLER = _note("any", "it takes less memory there and changes no result")
+RAY = _note("any", "torchtitan train starts the ranks")
+ONLINE = "training on answers that the model generates and a reward are not supported"
+REWARDS = "reward models are not supported"
 ALWAYS_SKIPPED = "no service is asked; metrics.trackers names trackers"
 
 MODEL: dict[str, Setting] = {
@@ -65,7 +86,7 @@ MODEL: dict[str, Setting] = {
     **same("is_mistral_derived_model is_qwen_derived_model", FAMILY),
     **same("model_config rope_scaling special_tokens", Setting("table")),
     "model_kwargs": _refusal("table", "models of transformers are not built; set sizes in model.overrides"),
-    "model_revision": _note("text", "not checked: download this revision into the folder"),
+    **same("model_revision revision_of_model", _note("text", "not checked: download this revision into the folder")),
     "trust_remote_code": _note("bool", f"{NEVER_CODE}; the model is the one of this family here"),
     **same("device device_map local_rank world_size", DEVICES),
     **same("tokenizer_type tokenizer_use_fast tokenizer_legacy", TOKENIZER),
@@ -86,9 +107,25 @@ MODEL: dict[str, Setting] = {
     **same("experimental_skip_move_to_device low_cpu_mem_usage", DEVICES),
     "plugins": Setting("words"),
     "processor_type": _refusal("text", "images and sound are not supported: train on records of text"),
-    "tokenizer_use_mistral_common": _refusal("bool", "its tokenizers are not read: use a folder with tokenizer.json"),
+    "tokenizer_use_mistral_common": _note(
+        "bool",
+        "the folder's tokenizer and template are used, which may differ from Mistral's: see `torchtitan preview`",
+    ),
+    **same("gemma4_hybrid_attn_impl", KERNEL),
+    **same("tiled_mlp tiled_mlp_num_shards tiled_mlp_use_original_mlp", SMALLER),
+    "model_quantization_config": Setting("text"),
+    "model_quantization_config_kwargs": Setting("table"),
+    "reinit_weights": Setting("bool"),
+    "torch_compile_mode": _note("text", "blocks are compiled in the default mode"),
+    "llama4_linearized_experts": _refusal("bool", "folders with separate experts of Llama 4 are not read"),
+    "use_onebitllms": _refusal("bool", "training for a model of one or two bits is not supported"),
+    **same("num_labels center_rewards_coefficient process_reward_model", _refusal("any", REWARDS)),
+    "diffusion": _refusal("table", "masked diffusion is not supported"),
+    "llmcompressor": _refusal("table", "pruned models are not trained"),
+    **same("use_eaft eaft_alpha eaft_k", _refusal("any", "losses weighted by entropy are not supported")),
+    **same("lisa_n_layers lisa_step_interval lisa_layers_attribute", _refusal("any", "LISA is not supported")),
     "qat": _refusal("table", "training for a quantized model is not supported"),
-    "reward_model": _refusal("bool", "reward models are not supported"),
+    "reward_model": _refusal("bool", REWARDS),
     "torch_compile": Setting("bool", to="compile.enable"),
     "torch_compile_backend": Setting("text", to="compile.backend"),
 }
@@ -100,6 +137,10 @@ DATA: dict[str, Setting] = {
     "eot_tokens": _note("any", "a turn ends with the special token that the template writes after it"),
     "default_system_message": Setting("text", to="data.default_system"),
     **same("train_on_inputs sample_packing pad_to_sequence_len group_by_length", Setting("bool")),
+    **same(
+        "dataset_exact_deduplication", _refusal("bool", "records are not compared: remove repeated ones from the data")
+    ),
+    **same("sample_packing_sequentially curriculum_sampling", _refusal("bool", "records are always shuffled")),
     "skip_prepare_dataset": _refusal("bool", "records are always tokenized by their format: leave it out"),
     "shuffle_merged_datasets": Setting("bool", choices=(True,), reason="records are always shuffled"),
     "dataset_prepared_path": Setting("text", to="data.cache_dir"),
@@ -122,7 +163,7 @@ DATA: dict[str, Setting] = {
 }
 _ENTRY_KEYS = """path type conversation name data_files ds_type split field field_messages field_instruction field_input
     field_output field_system message_field_role message_field_content format no_input_format system_format
-    system_prompt roles field_chosen field_rejected message_property_mappings"""
+    system_prompt roles field_chosen field_rejected message_property_mappings field_thinking template_thinking_key"""
 ENTRY_KEYS = _ENTRY_KEYS.split()
 """Keys of an entry of datasets, or of a table that is the entry's type."""
 ADAPTER: dict[str, Setting] = {
@@ -144,8 +185,8 @@ ADAPTER: dict[str, Setting] = {
     **same("relora_steps relora_warmup_steps", Setting("int")),
     "relora_cpu_offload": _note("bool", "matrices are merged on their device"),
     "bnb_config_kwargs": Setting("table"),
-    "quantize_moe_experts": _refusal(
-        "bool", "weights of experts stay in bfloat16: leave it out, which takes more memory"
+    "quantize_moe_experts": _note(
+        "bool", "not the same: weights of experts keep their exact values here, which takes more memory"
     ),
     "lora_target_parameters": _refusal("list", "stacks of experts have no adapters: leave it out"),
     "gptq": _refusal("bool", "its library is no longer maintained; use adapter: qlora"),
@@ -161,7 +202,7 @@ PRECISION: dict[str, Setting] = {
         "choice", None, "activation_checkpoint.mode", choices=RECOMPUTE, reason=STAYS_ON_DEVICE
     ),
     "gradient_checkpointing_kwargs": _note("table", "recompute is never of the reentrant kind"),
-    "activation_offloading": _refusal("any", f"{STAYS_ON_DEVICE}; gradient_checkpointing keeps fewer"),
+    "activation_offloading": _note("any", f"{STAYS_ON_DEVICE}, which takes more memory and changes no result"),
     **same("gpu_memory_limit max_memory", Setting("any")),
 }
 OPTIMIZATION: dict[str, Setting] = {
@@ -176,7 +217,8 @@ OPTIMIZATION: dict[str, Setting] = {
     "cosine_min_lr_ratio": Setting("float"),
     "cosine_constant_lr_ratio": _refusal("float", "write the schedule's settings into [lr_scheduler]"),
     "lr_quadratic_warmup": Setting("bool", to="lr_scheduler.warmup_type", choices={True: "quadratic", False: None}),
-    "warmup_steps": Setting("int"),
+    "warmup_steps": Setting("float", least=0),
+    **same("eta_min adam_eps", UNREAD),
     "warmup_ratio": Setting("float"),
     **same("neftune_noise_alpha noisy_embedding_alpha", Setting("float", to="training.neftune_alpha")),
     "micro_batch_size": Setting("int", to="training.local_batch_size", least=1),
@@ -210,7 +252,10 @@ OUTPUT: dict[str, Setting] = {
     "wandb_mode": _note("text", "set WANDB_MODE in the environment instead"),
     "wandb_watch": _note("text", "metrics.histogram_freq writes histograms of weights and gradients"),
     "wandb_log_model": UPLOADS,
-    "use_swanlab": _refusal("bool", "metrics.trackers names the trackers that are supported"),
+    **same("use_swanlab swanlab_project swanlab_experiment_name swanlab_description swanlab_mode", NOT_REPORTED),
+    **same("swanlab_workspace swanlab_log_model swanlab_log_completions swanlab_completion_max_buffer", NOT_REPORTED),
+    **same("swanlab_completion_log_interval swanlab_lark_webhook_url swanlab_lark_secret", NOT_REPORTED),
+    **same("use_otel_metrics otel_metrics_host otel_metrics_port", NOT_REPORTED),
     "use_tensorboard": Setting("bool", to="metrics.enable_tensorboard"),
     "include_tokens_per_second": _note("bool", "tokens per second are always in metrics.jsonl"),
     "use_mlflow": Setting("bool", to="metrics.trackers", choices={True: ["mlflow"], False: None}),
@@ -229,6 +274,7 @@ PREFERENCE: dict[str, Setting] = {
     "cpo_alpha": _refusal("float", "CPO is not supported"),
     **same("kto_desirable_weight kto_undesirable_weight", _refusal("float", "KTO is not supported")),
     "trl": _refusal("table", "online training on rewarded answers (GRPO) is not supported; for pairs set rl_beta"),
+    **same("ebft vllm", _refusal("table", ONLINE)),
     "rl_adapter_ref_model": _note("bool", "the reference is always base_model"),
     "precompute_ref_log_probs": _note("bool", "reference log-probabilities are always computed once before training"),
 }
@@ -239,7 +285,8 @@ PLAN: dict[str, Setting] = {
     "ddp_find_unused_parameters": _note("bool", "parameters without a gradient need no search"),
     "ddp_broadcast_buffers": _note("bool", "buffers are the same on all ranks"),
     **same("context_parallel_size sequence_parallel_degree tensor_parallel_size", Setting("int", least=1)),
-    **same("dp_shard_size dp_replicate_size", Setting("int", least=1)),
+    **same("dp_shard_size dp_replicate_size expert_parallel_size", Setting("int", least=1)),
+    **same("use_ray ray_num_workers resources_per_worker ray_run_name", RAY),
     "heads_k_stride": _note("int", "context parallel has its own order of messages"),
     "fsdp": Setting("list"),
     "fsdp_config": Setting("table"),

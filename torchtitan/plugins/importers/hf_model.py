@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES, family_for_model_type, family_in
 from torchtitan.models.hf.config import CONFIG, read_json
-from torchtitan.plugins.importers.axolotl import MODEL_TYPES, ROUTER_LOSS
+from torchtitan.plugins.importers.axolotl import ROUTER_LOSS, guess_model_type
 from torchtitan.plugins.importers.translation import JobDraft, from_folder
 
 BALANCE, DROPOUT = "aux_loss_weight", ("dropout", "attention_dropout")
@@ -36,8 +36,7 @@ def add_model(folder: str, draft: JobDraft, router: str, weight: float | None, i
     """
     try:
         is_local = os.path.isfile(Path(folder, CONFIG))
-        model_type = next((kind for part, kind in MODEL_TYPES.items() if part in folder.lower()), None)
-        family = family_in(Path(folder)) if is_local else family_for_model_type(model_type)
+        family = family_in(Path(folder)) if is_local else family_for_model_type(guess_model_type(folder))
     except JobError as error:
         is_local, family = True, None
         draft.notes.append(str(error))
