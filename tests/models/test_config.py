@@ -131,6 +131,11 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         (DECODER[0], "head_dim", "sliding_window"),
     ),
     "qwen2_moe": ((*DECODER[1:], "head_dim", "router_aux_loss_coef"), ()),
+    "glm4_moe": (
+        (*DECODER, "head_dim", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group")
+        + ("first_k_dense_replace", "partial_rotary_factor"),
+        (),
+    ),
     "deepseek v3": (
         (*DECODER[1:], "first_k_dense_replace", "q_lora_rank", "n_group", "topk_group", "routed_scaling_factor")
         + ("aux_loss_alpha", "num_nextn_predict_layers"),

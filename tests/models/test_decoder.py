@@ -71,6 +71,9 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("mistral", "Nemo-12B"): 12_247_782_400,
     ("mixtral", "8x7B"): 46_702_792_704,
     ("mixtral", "8x22B"): 140_620_634_112,
+    # without multi-token prediction and the biases of experts
+    ("glm4_moe", "106B-A12B"): 106_852_245_504,
+    ("glm4_moe", "355B-A32B"): 352_797_814_784,
     ("qwen2_moe", "A2.7B"): 14_315_784_192,
     ("qwen2_moe", "57B-A14B"): 57_408_658_944,
     ("qwen2", "0.5B"): 494_032_768,
@@ -95,6 +98,8 @@ ACTIVE = {  # parameters that one token uses
     ("deepseek", "236B"): 21_375_800_320,
     ("deepseek", "671B"): 37_552_282_624,
     ("deepseek", "Kimi-K2"): 32_861_477_888,
+    ("glm4_moe", "106B-A12B"): 13_424_123_904,
+    ("glm4_moe", "355B-A32B"): 33_632_251_904,
     ("qwen2_moe", "A2.7B"): 2_689_173_504,
     ("qwen2_moe", "57B-A14B"): 14_249_270_784,
     ("mixtral", "8x7B"): 12_879_925_248,

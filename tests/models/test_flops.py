@@ -61,6 +61,7 @@ LATENT = {"n_layers": 3, "n_heads": 2, "vocab_size": 256, "ffn_dim": 128, "kv_lo
         ("qwen3_moe", {"n_layers": 2, "vocab_size": 256}),
         ("mixtral", {"n_layers": 2, "vocab_size": 256}),
         ("qwen2_moe", {"n_layers": 2, "vocab_size": 256}),
+        ("glm4_moe", {"n_layers": 3, "vocab_size": 256}),
         ("qwen3_moe", {"n_layers": 2, "vocab_size": 256, "top_k": 8, "tied_embeddings": True}),
     ],
 )

@@ -94,6 +94,7 @@ PUBLISHED = {
     "llama": {"_name_or_path": "x", "pretraining_tp": 1, "rope_scaling": None, "attention_dropout": 0.0}
     | {"max_sequence_length": 2048, "use_cache": True, "transformers_version": "4.31.0", "torch_dtype": "float16"},
     "mistral": {"sliding_window": None, "attention_dropout": 0.0, "architectures": ["MistralForCausalLM"]},
+    "glm4_moe": {"num_nextn_predict_layers": 1, "rope_scaling": None},
     "qwen2_moe": {
         "max_window_layers": 21,
         "sliding_window": 32768,

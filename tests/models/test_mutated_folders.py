@@ -26,6 +26,7 @@ SHAPES = {
     "mistral": MISTRAL["window"],
     "mixtral": GATED["mixtral"],
     "qwen2_moe": GATED["qwen2_moe"],
+    "glm4_moe": GATED["glm4_moe"],
     "qwen2": QWEN2["plain"],
     "qwen3": QWEN3["tied"],
     "qwen3_moe": QWEN3_MOE["published"],

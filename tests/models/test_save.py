@@ -36,6 +36,7 @@ FAMILIES = [
     "mistral",
     "mixtral",
     "qwen2_moe",
+    "glm4_moe",
     "opt 350M",
     "qwen2",
     "qwen3",

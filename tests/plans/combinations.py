@@ -307,7 +307,7 @@ def experts() -> list[Combination]:
 def families_with_experts() -> list[Combination]:
     """Rows of the families that share the decoder of those above: what differs between them, under every axis."""
     rows = []
-    for model in ("mixtral", "qwen2_moe"):
+    for model in ("mixtral", "qwen2_moe", "glm4_moe"):
         exact = dict(model=model, microbatch_size=1, document_mask=True)
         rows += [Combination(**EXPERT_LAYOUTS[name], **exact) for name in ("FSDP 2", "CP 2", "TP 2", "HSDP 2x2")]
         rows += [Combination(**COMPOSED["TP 2"], model=model, sequence_parallel=False, recompute="op")]

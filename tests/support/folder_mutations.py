@@ -90,6 +90,7 @@ ADDED: dict[str, tuple] = {
     "num_local_experts": (6, 8, 4),
     "num_mtp_layers": (0, 1),
     "num_nextn_predict_layers": (0, 1, None),
+    "use_qk_norm": (True, False, None),
     "qkv_bias": (True, False, None),
     "shared_expert_intermediate_size": (16, 32, 24, None),
     "router_jitter_noise": (0.0, 0.1, None),

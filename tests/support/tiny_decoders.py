@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
 from torchtitan.models.gemma3 import Gemma3Args
+from torchtitan.models.glm4_moe import Glm4MoEArgs
 from torchtitan.models.gpt2 import GPT2Args
 from torchtitan.models.granite import GraniteArgs
 from torchtitan.models.llama import LlamaArgs
@@ -171,7 +172,20 @@ OPT = {
 _TINY_EXPERTS: dict = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=16, vocab_size=64, max_seq_len=128)
 _TINY_EXPERTS |= dict(expert_dim=16, n_experts=6, top_k=2, rope_theta=5000.0)
 _MIXTRAL, _QWEN2_MOE = MixtralArgs(**_TINY_EXPERTS), Qwen2MoEArgs(**_TINY_EXPERTS, n_shared_experts=2)
+_GLM4_MOE = Glm4MoEArgs(
+    **_TINY_EXPERTS | dict(n_layers=3, n_experts=8, top_k=3),
+    ffn_dim=48,
+    rotary_dim=8,
+    score="sigmoid",
+    normalize_top_k=True,
+    expert_bias=True,
+    n_shared_experts=1,
+)
 _EXPERTS = {
+    "glm4_moe": replace(_GLM4_MOE, qk_norm=True, n_groups=4, top_groups=2, group_score="top2", route_scale=2.5),
+    "glm4_moe without biases": replace(
+        _GLM4_MOE, qkv_bias=False, normalize_top_k=False, rotary_dim=16, n_dense_layers=0
+    ),
     "mixtral": _MIXTRAL,
     "mixtral window": replace(_MIXTRAL, sliding_window=5, tied_embeddings=True, top_k=3),
     "qwen2_moe": _QWEN2_MOE,

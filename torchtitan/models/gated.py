@@ -48,7 +48,7 @@ class GatedDecoder(Decoder):
 
         @cache
         def kind(rope: Rope | None, window: int) -> AttentionKind:
-            return AttentionKind(rope and Rotary(args.head_dim, *rope), window)
+            return AttentionKind(rope and Rotary(args.rotary_dim, *rope), window)
 
         windows = [0 if args.is_global(layer) else args.sliding_window for layer in range(args.n_layers)]
         kinds = [kind(args.rope(layer), window) for layer, window in enumerate(windows)]
@@ -115,6 +115,7 @@ def tensor_map(args: Any, family_names: Mapping[str, str] = NO_NAMES) -> TensorM
         float32=frozenset({ROUTER_BIAS}),
         head_dim=args.head_dim,
         rows=rows,
+        rotary_dim=args.rotary_dim,
         tied=args.tied_embeddings,
     )
 

@@ -72,9 +72,14 @@ class Rotary(nn.Module):
 def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
     """Rotate adjacent features (2i, 2i + 1) of x [B, S, H, head_dim] by their angles, as in Meta's checkpoints.
 
+    Features beyond those that have angles stay.
+
     transformers pairs i with i + head_dim / 2; the two differ by the order of the rows of wq and wk. One complex
     product is 2 to 6 times faster in eager than real arithmetic, but the compiler fuses only real arithmetic.
     """
+    if (rotated := 2 * rotation.shape[-2]) < x.shape[-1]:
+        first, plain = x.split((rotated, x.shape[-1] - rotated), dim=-1)
+        return torch.cat((rotate(first, rotation), plain), dim=-1)
     pairs = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2))  # [B, S, H, head_dim / 2, 2]
     if torch.compiler.is_compiling():
         (a, b), (cos, sin) = pairs.unbind(-1), rotation.unbind(-1)

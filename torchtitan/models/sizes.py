@@ -177,6 +177,11 @@ class GatedDecoderSizes:
         """Number of layers without a window where others have one."""
         return sum(map(self.is_global, range(self.n_layers))) if self.sliding_window else 0
 
+    @property
+    def rotary_dim(self) -> int:
+        """Number of features at the beginning of a head that rotary positions rotate."""
+        return self.head_dim
+
     def rope(self, layer: int) -> Rope | None:
         """Return theta and scaling of a layer's rotary positions; None if it has none."""
         return self.rope_theta, self.rope_scaling

@@ -29,7 +29,16 @@ from torchtitan.models.attention import AttentionKernel, SharedInputs, run_atten
 from torchtitan.models.decoder import AttentionKind, Block, Decoder
 from torchtitan.models.deepseek import CONFIG, DeepseekArgs
 from torchtitan.models.flops import latent_flops_per_token
-from torchtitan.models.hf.names import ATTENTION, EXPERTS, FEED_FORWARD, ROUTER, ROUTER_BIAS, SHARED_EXPERTS, TensorMap
+from torchtitan.models.hf.names import (
+    ATTENTION,
+    EXPERTS,
+    FEED_FORWARD,
+    ROUTER,
+    ROUTER_BIAS,
+    SHARED_EXPERTS,
+    TensorMap,
+    is_after_layers,
+)
 from torchtitan.models.layers import RMSNorm, Rotary, ZeroedBuffers, add_once, frequencies, rotate, yarn, yarn_magnitude
 from torchtitan.models.moe import MoEDecoderArgs, router
 from torchtitan.models.moe.layer import MoEBlock
@@ -241,13 +250,7 @@ def _copies(args: DeepseekArgs) -> dict[str, tuple[str, ...]]:
     return {"tok_embeddings.weight": embeddings, "output.weight": heads}
 
 
-def _is_ignored(name: str, args: DeepseekArgs) -> bool:
-    """Return True for tensors after the last layer: depths that the job does not have, and copies."""
-    parts = name.split(".")
-    return parts[:2] == ["model", "layers"] and parts[2].isdecimal() and int(parts[2]) >= args.n_layers
-
-
-HF = HuggingFace(build=Deepseek, tensor_map=tensor_map, config=CONFIG, is_ignored=_is_ignored)
+HF = HuggingFace(build=Deepseek, tensor_map=tensor_map, config=CONFIG, is_ignored=is_after_layers)
 
 
 SPEC = ModelSpec(build=Deepseek, plan=PLAN, hf=HF, flops_per_token=latent_flops_per_token, balance=router)

@@ -371,6 +371,18 @@ def rope_config(config: Mapping[str, Any], theta: float = 10000.0) -> Mapping[st
     return agreed_value("rotary positions", tables, "remove the one that the model was not trained with")
 
 
+def split_partial_rotary(config: Mapping[str, Any], default: float) -> tuple[dict[str, Any], float]:
+    """Return a config without partial_rotary_factor, and this factor, which a table of rotary positions may have."""
+    key, tables = "partial_rotary_factor", ("rope_parameters", "rope_scaling")
+    plain = {name: value for name, value in config.items() if name != key}
+    factors = {key: read_number(config, key, default)} if key in config else {}
+    for name in tables:
+        if isinstance(table := config.get(name), Mapping) and key in table:
+            factors[f"{name}'s {key}"] = read_number(table, key, default)
+            plain[name] = {entry: value for entry, value in table.items() if entry != key}
+    return plain, agreed_value(key, factors, "remove the wrong one") if factors else default
+
+
 def _full_rope(name: str, table: Any, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
     if not isinstance(table, Mapping):
         raise JobError(f"{name} = {table!r}; allowed are null and an object with rope_type and its numbers")
@@ -498,7 +510,9 @@ def rotary_config(args: Any) -> dict[str, Any]:
     """Return the fields that `scaling_from_hf` reads, and theta, which ntk changes."""
     scaling = args.rope_scaling
     return {
-        "rope_theta": scaling.theta(args.rope_theta, args.head_dim) if scaling else args.rope_theta,
+        "rope_theta": scaling.theta(args.rope_theta, getattr(args, "rotary_dim", args.head_dim))
+        if scaling
+        else args.rope_theta,
         "rope_scaling": scaling and _to_hf(scaling),
     }
 

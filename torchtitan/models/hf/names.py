@@ -8,6 +8,7 @@ torchtitan_names.py.
 
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -52,6 +53,12 @@ EXPERTS = {
 """[experts, in, out] here; in the HF format [out, in] for each expert, with its number in place of the star."""
 
 
+def is_after_layers(name: str, args: Any) -> bool:
+    """Return True for an HF name after a model's last layer: depths of multi-token prediction that it does not have."""
+    pieces = name.split(".")
+    return pieces[:2] == ["model", "layers"] and pieces[2].isdecimal() and int(pieces[2]) >= args.n_layers
+
+
 def with_biases(modules: Mapping[str, str]) -> dict[str, str]:
     """Map parameter names, ours -> Hugging Face's, of modules with a weight and a bias, from the modules' names."""
     return {
@@ -72,7 +79,8 @@ class TensorMap:
     the part of this prefix that a folder may omit everywhere, as one of a model without a head does.
 
     `head`: our names that belong to the task of the model, which a folder of a model for another task lacks.
-    `reordered`: tensors with rows in another order, by heads of `head_dim` rows. `transposed`: matrices stored as
+    `reordered`: tensors with rows in another order, by heads of `head_dim` rows, of which only the first `rotary_dim`
+    differ if it is given. `transposed`: matrices stored as
     [in, out]. `float32`: tensors that are never stored in a narrower dtype. `copies`: further HF names to which a
     tensor is also written; they are not read.
     """
@@ -86,6 +94,7 @@ class TensorMap:
     reordered: frozenset[str] = frozenset()
     transposed: frozenset[str] = frozenset()
     head_dim: int = 0
+    rotary_dim: int = 0
     float32: frozenset[str] = frozenset()
     tied: bool = False
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -196,11 +205,18 @@ class TensorMap:
 
     def rows_to_hf(self, weight: torch.Tensor) -> torch.Tensor:
         """Reorder rows [heads head_dim, ...] from adjacent pairs to halves."""
-        return weight.unflatten(0, (-1, self.head_dim // 2, 2)).transpose(1, 2).flatten(0, 2)
+        return self._reorder(weight, (-1, 2))
 
     def rows_from_hf(self, weight: torch.Tensor) -> torch.Tensor:
         """Reorder rows [heads head_dim, ...] from halves to adjacent pairs, the inverse of rows_to_hf."""
-        return weight.unflatten(0, (-1, 2, self.head_dim // 2)).transpose(1, 2).flatten(0, 2)
+        return self._reorder(weight, (2, -1))
+
+    def _reorder(self, weight: torch.Tensor, pairs: tuple[int, int]) -> torch.Tensor:
+        """Transpose the rotated rows of each head as a matrix of this shape."""
+        heads = weight.unflatten(0, (-1, self.head_dim))
+        turned, plain = heads[:, : self.rotary_dim or None], heads[:, self.rotary_dim or self.head_dim :]
+        turned = turned.unflatten(1, pairs).transpose(1, 2).flatten(1, 2)
+        return (torch.cat((turned, plain), dim=1) if plain.numel() else turned).flatten(0, 1)
 
 
 def _within_layer(name: str) -> str:

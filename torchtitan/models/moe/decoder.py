@@ -16,7 +16,7 @@ from torchtitan.models.family import ConfigConverter
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.gated import PLAN as GATED_PLAN
 from torchtitan.models.gated import GatedDecoder, tensor_map
-from torchtitan.models.hf.names import EXPERTS, ROUTER
+from torchtitan.models.hf.names import EXPERTS, ROUTER, is_after_layers
 from torchtitan.models.moe import router
 from torchtitan.models.moe.layer import MoEBlock
 from torchtitan.models.sizes import STACK
@@ -47,5 +47,6 @@ def expert_spec(
     build: Callable[..., ExpertDecoder], config: ConfigConverter, experts: Mapping[str, str] = ROUTER | EXPERTS
 ) -> ModelSpec:
     """Return the spec of a family of decoders with experts. `experts`: names in layers with experts."""
-    hf = HuggingFace(build=build, tensor_map=partial(tensor_map, family_names=experts), config=config)
+    names = partial(tensor_map, family_names=experts)
+    hf = HuggingFace(build=build, tensor_map=names, config=config, is_ignored=is_after_layers)
     return ModelSpec(build=build, plan=PLAN, hf=hf, flops_per_token=flops_per_token, balance=router)
