@@ -85,6 +85,7 @@ def test_factors_of_low_rank_adapters_are_trained(shape):
 @pytest.mark.parametrize(
     "shape, change, message",
     [
+        ("mistral growing", {"query_period": 0}, "query_period = 0: must be at least 1"),
         ("olmo3", {"sliding_window": -1}, "sliding_window = -1: must not be negative"),
         ("olmo3", {"global_interval": -1}, "global_interval = -1: must not be negative"),
         ("smollm3", {"no_rope_interval": 0}, "no_rope_interval = 0: must be at least 1"),
@@ -122,6 +123,12 @@ def test_impossible_sizes_are_refused(shape, change, message):
         ),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop = 0.1, but this model only has 0.0"),
         ("phi3", {"sliding_window": 0}, "sliding_window = 0; allowed: a number of tokens, or null"),
+        ("mistral growing", {"rope_parameters": None}, "rope_parameters = None; allowed: an object"),
+        (
+            "mistral growing",
+            {"rope_parameters": {"llama_4_scaling_beta": "1"}},
+            "llama_4_scaling_beta = '1'; allowed: a",
+        ),
         ("smollm3", {"no_rope_layers": [0, 1, 0]}, r"no_rope_layers = \[0, 1, 0\]; allowed: 3 entries"),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window = True, but this model"),
         ("llama3 biased", {"mlp_bias": 1}, "mlp_bias = 1; allowed: true or false"),

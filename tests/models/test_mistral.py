@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import MistralConfig, MistralForCausalLM
+from transformers import CONFIG_MAPPING, MistralConfig, MistralForCausalLM
 from transformers.models.mistral import modeling_mistral
 
 from tests.support.hf_parity import (
@@ -67,7 +67,7 @@ def test_a_window_as_long_as_the_sequence_hides_nothing():
 @pytest.mark.parametrize("flavor", SIZES["mistral"])
 def test_config_goes_both_ways_and_through_transformers(flavor, tmp_path):
     args = SIZES["mistral"][flavor]
-    for stored in configs(args, HF, MistralConfig, tmp_path):
+    for stored in configs(args, HF, CONFIG_MAPPING[HF.config_to_hf(args)["model_type"]], tmp_path):
         assert HF.config.args_from_config(stored) == args
 
 
@@ -96,7 +96,7 @@ def test_a_saved_folder_loads_here_and_in_transformers(shape, shard_bytes, tmp_p
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"model_type": "mixtral"}, "model_type = 'mixtral', but this model is a mistral"),
+        ({"model_type": "mixtral"}, "model_type = 'mixtral', but this model is one of mistral, ministral3"),
         ({"intermediate_size": None}, "no whole number above 0 for intermediate_size"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu', but this model only has 'silu'"),
         ({"sliding_window": -3}, "sliding_window = -3: must not be negative"),

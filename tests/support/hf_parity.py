@@ -88,16 +88,16 @@ def exact(modeling: ModuleType, model, hf_model, monkeypatch):
         patch.setattr(modeling, "torch", _Wide())
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
 
-        def rotation(frequencies, positions):
+        def rotation(frequencies, magnitude, positions):
             angles = positions[..., None, None].double() * frequencies
-            return torch.stack((angles.cos(), angles.sin()), dim=-1)
+            return torch.stack((angles.cos(), angles.sin()), dim=-1) * magnitude
 
         embedding = hf_model.model.rotary_emb
         for kind in model.kinds:
             name = "sliding_attention_inv_freq" if kind.window else "full_attention_inv_freq"
             frequencies = getattr(embedding, "inv_freq" if hasattr(embedding, "inv_freq") else name).double()
             if kind.rotary is not None:
-                kind.rotary.forward = partial(rotation, frequencies)
+                kind.rotary.forward = partial(rotation, frequencies, kind.rotary.magnitude)
         yield
 
 

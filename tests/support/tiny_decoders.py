@@ -192,9 +192,14 @@ _EXPERTS = {
     "qwen2_moe without biases": replace(_QWEN2_MOE, qkv_bias=False, normalize_top_k=True, n_shared_experts=1),
 }
 _GATED = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, vocab_size=64, max_seq_len=128)
+YARN_FACTOR = RopeScaling(factor=4.0, original_max_seq_len=16, kind="yarn")
 GATED = {
     "llama3 biased": replace(LLAMA["llama3"], head_width=12, attention_bias=True, mlp_bias=True),
     "granite": GraniteArgs(**_GATED, embedding_multiplier=3.0, attention_multiplier=0.4, logits_divisor=0.5),
+    "mistral growing": MistralArgs(
+        **_GATED, query_growth=0.3, query_period=16, rope_scaling=replace(YARN_FACTOR, attention_factor=0.8)
+    ),
+    "mistral growing, not scaled": MistralArgs(**_GATED, query_growth=0.3, query_period=10, sliding_window=5),
     "olmo2": OlmoArgs(**_GATED),
     "olmo2 biased": OlmoArgs(**_GATED, rope_scaling=SCALING, tied_embeddings=True, attention_bias=True),
     "olmo3": OlmoArgs(**_GATED | dict(n_layers=3), sliding_window=5, global_interval=2, rope_theta=5000.0),

@@ -188,10 +188,17 @@ def remedy(change: Change) -> str:
     )
 
 
+def _known_before(before: Any, now: Any) -> Any:
+    """Return a size, of a table only what an older checkpoint's has."""
+    return (
+        {key: now[key] for key in now if key in before} if isinstance(before, dict) and isinstance(now, dict) else now
+    )
+
+
 def _changed_sizes(saved: Mapping[str, Any], now: Mapping[str, Any]) -> Iterator[Change]:
     before = saved.get("sizes", {})
     for name in before.keys() & now["sizes"].keys():  # older checkpoints lack newer sizes
-        if before[name] != now["sizes"][name]:
+        if _known_before(before[name], now["sizes"][name]) != before[name]:
             key = CLASSES if name == "n_classes" and not (before[name] and now["sizes"][name]) else SIZES
             size, size_now = f"{name} = {show(before[name])}", f"{name} = {show(now['sizes'][name])}"
             # a folder may be read otherwise than by the version with which the run began, though no option has changed

@@ -206,6 +206,7 @@ class GroupedQueryAttention(nn.Module):
     It has rotary positions if the layer's kind does. With `qk_norm`, a kind of norm, each head's query and key are
     normalized before rotation (arXiv:2302.05442, as in Qwen 3), with `over_heads` all heads' at once. `bias` applies to
     all four matrices, unless `output_bias` is given for the last one. Scores are scaled by `query_scale` / sqrt(E).
+    `growth`: see growth_of_queries.
 
     Letters of the shapes: B samples, S tokens, D width, H query heads, K key/value heads, E = head_dim.
     """
@@ -219,8 +220,10 @@ class GroupedQueryAttention(nn.Module):
         query_scale: float = 1.0,
         output_bias: bool | None = None,
         over_heads: bool = False,
+        growth: tuple[float, int] = (0.0, 1),
     ):
         super().__init__()
+        self.growth = growth
         self.head_dim, self.query_scale, self.over_heads = args.head_dim, query_scale, over_heads
         self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias)
         self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
@@ -244,7 +247,14 @@ class GroupedQueryAttention(nn.Module):
             q = q * self.query_scale
         if shared.rotation is not None:
             q, k = rotate(q, shared.rotation), rotate(k, shared.rotation)
+        if self.growth[0]:
+            q = q * growth_of_queries(shared.positions, *self.growth)[..., None, None].to(q.dtype)
         return self.wo(run_attention(self.kernel, q, k, v, shared))  # [B, S, D]
+
+
+def growth_of_queries(positions: torch.Tensor, growth: float, period: int) -> torch.Tensor:
+    """Return the factor of queries at positions [B or 1, S], which makes attention sharper in long texts."""
+    return 1 + growth * torch.log(1 + torch.floor(positions / period))
 
 
 class GroupKernel(AttentionKernel):

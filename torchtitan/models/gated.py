@@ -41,6 +41,7 @@ class GatedDecoder(Decoder):
                 query_scale=args.query_scale,
                 output_bias="attention.wo" in args.biases,
                 over_heads=args.qk_norm_over_heads,
+                growth=(args.query_growth, args.query_period),
             )
             layer_block = self.build_block(args, layer, attention)
             layer_block.residual_multiplier = args.residual_multiplier

@@ -61,8 +61,10 @@ class Rotary(nn.Module):
     @property
     def magnitude(self) -> float:
         """Factor applied to rotated features."""
-        kind = getattr(self.scaling, "kind", None)
-        return yarn_magnitude(self.scaling.factor) if kind == "yarn" else 1.0
+        if getattr(self.scaling, "kind", None) != "yarn":
+            return 1.0
+        factor = self.scaling.attention_factor
+        return yarn_magnitude(self.scaling.factor) if factor is None else factor
 
     def frequencies(self, device: torch.device) -> torch.Tensor:
         """Return the radians per position, [head_dim / 2]."""

@@ -25,6 +25,7 @@ class RopeScaling:
     kind: Literal["llama3", "linear", "ntk", "yarn"] = "llama3"
     beta_fast: float = 32.0
     beta_slow: float = 1.0
+    attention_factor: float | None = None  # of yarn's rotated features; None: 0.1 ln(factor) + 1
 
     def theta(self, theta: float, head_dim: int) -> float:
         """Return rope_theta, for ntk changed so that the slowest pair of features turns `factor` times slower."""
@@ -155,6 +156,8 @@ class GatedDecoderSizes:
     residual_multiplier = 1.0  # of the outputs of attention and feed-forward
     query_scale = 1.0  # of attention scores, in addition to 1 / sqrt(head_dim)
     logits_divisor = 1.0
+    query_growth = 0.0  # after each `query_period` positions queries grow by this times ln(1 + number of periods)
+    query_period = 1
     qk_norm = False  # norms of each head's queries and keys
     qk_norm_over_heads = False  # of all heads' at once
     norm_order: NormOrder = "pre"

@@ -46,8 +46,9 @@ from torchtitan.training.reporting import ReferenceProgress
 logger = logging.getLogger(__name__)
 
 FILE = REFERENCE_FILE
-LATER_SIZES = ("head_width", "attention_bias", "mlp_bias")
-"""Sizes of models that were added when there were files; they count if they are set."""
+LATER_SIZES: dict[str, Any] = {"head_width": None, "attention_bias": False, "mlp_bias": False}
+LATER_SIZES |= {"query_growth": 0.0, "query_period": 1, "attention_factor": None}
+"""Sizes of models that were added when there were files, and the values with which they do not count."""
 LATER_OPTIONS = ("save", "last_save_in_peft", "relora")
 """Options of [adapter] that do not change the model before the first step."""
 MODEL, IDENTITY, ROWS = "model", "identity", "rows"
@@ -203,12 +204,16 @@ def _identity(job: ResolvedJob) -> str:
     start = config.dpo.reference or config.checkpoint.initial_load_path
     weights = [path for path in (start, config.adapter.initial_path) if path]
     adapter = {name: value for name, value in asdict(config.adapter).items() if name not in LATER_OPTIONS}
-    sizes = {name: size for name, size in asdict(job.model.args).items() if size or name not in LATER_SIZES}
+    sizes = asdict(job.model.args, dict_factory=_without_later_sizes)
     values: list[Any] = [sizes, adapter, config.debug.seed]
     values += [training.dtype, training.mixed_precision_param]
     values += ["bfloat16"] * (training.frozen_dtype == "bfloat16")  # a new entry, as files of earlier versions lack it
     values += map(_path_and_size, weights)
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def _without_later_sizes(sizes: list[tuple[str, Any]]) -> dict[str, Any]:
+    return {name: size for name, size in sizes if name not in LATER_SIZES or size != LATER_SIZES[name]}
 
 
 def _path_and_size(path: str) -> tuple[str, int]:

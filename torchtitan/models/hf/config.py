@@ -46,6 +46,8 @@ RANGES = {
     "factor": (1e-3, 1e6),
     "low_freq_factor": (1e-3, 1e6),
     "high_freq_factor": (1e-3, 1e6),
+    "attention_factor": (1e-3, 1e3),
+    "query_growth": (0.0, 100.0),
     "beta_fast": (1e-6, 1e6),
     "beta_slow": (1e-6, 1e6),
     "mscale": (0.0, 100.0),
@@ -521,7 +523,9 @@ def _to_hf(scaling: RopeScaling) -> dict[str, Any] | None:
     """Return transformers' rotary scaling; None for ntk, which is expressed by theta alone."""
     if scaling.kind == "ntk":
         return None
-    return {"rope_type": scaling.kind} | {key: getattr(scaling, ROPE_KEYS[key]) for key in ROPE_KINDS[scaling.kind]}
+    table = {"rope_type": scaling.kind} | {key: getattr(scaling, ROPE_KEYS[key]) for key in ROPE_KINDS[scaling.kind]}
+    factor = getattr(scaling, "attention_factor", None)
+    return table if factor is None else table | {"attention_factor": factor}
 
 
 def scaling_from_hf(config: Mapping[str, Any]) -> RopeScaling | None:
@@ -534,5 +538,19 @@ def scaling_from_hf(config: Mapping[str, Any]) -> RopeScaling | None:
     if kind not in ROPE_KINDS or set(ROPE_KINDS[kind]) - set(values) - {"beta_fast", "beta_slow"}:
         kinds = "; ".join(f"{name} with {', '.join(keys)}" for name, keys in ROPE_KINDS.items())
         raise JobError(f"rotary scaling {dict(rope)}; allowed are none and types {kinds}")
-    check_supported(rope, {"attention_factor": None, "truncate": True, "mscale": None, "mscale_all_dim": None})
-    return RopeScaling(kind=kind, **{ROPE_KEYS[key]: value for key, value in values.items()})
+    check_supported(rope, {"truncate": True})
+    if kind != "yarn":
+        check_supported(rope, {"attention_factor": None, "mscale": None, "mscale_all_dim": None})
+    sizes = {ROPE_KEYS[key]: value for key, value in values.items()}
+    return RopeScaling(kind=kind, **sizes, attention_factor=_attention_factor(rope))
+
+
+def _attention_factor(rope: Mapping[str, Any]) -> float | None:
+    """Return the factor of rotated features that a table sets; None if it is yarn's usual one."""
+    if "attention_factor" in rope:
+        return read_number(rope, "attention_factor", 1.0)
+    weights = [read_number(rope, key, 0.0) for key in ("mscale", "mscale_all_dim")]
+    if not all(weights):
+        return None
+    first, second = (0.1 * weight * math.log(max(rope["factor"], 1.0)) + 1 for weight in weights)
+    return first / second

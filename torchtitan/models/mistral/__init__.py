@@ -1,4 +1,4 @@
-"""Mistral without experts: arguments, published sizes, and conversion from and to config.json (MistralConfig).
+"""Mistral without experts, and Ministral 3: arguments, sizes, and conversion from and to config.json.
 
 No torch here, so `torchtitan check` stays quick.
 """
@@ -12,7 +12,7 @@ from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_number
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.hf.layer_kinds import FULL, SLIDING, only_layer_type
-from torchtitan.models.sizes import DEBUG, GatedArgs
+from torchtitan.models.sizes import DEBUG, GatedArgs, RopeScaling, check_positive
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -23,8 +23,14 @@ class MistralArgs(GatedArgs):
     n_kv_heads: int = 8
     ffn_dim: int = 14336
     sliding_window: int = 0  # number of tokens that a token attends to, with itself; 0: all before it
+    query_growth: float = 0.0  # Ministral 3: queries grow by this times ln(1 + number of periods before them)
+    query_period: int = 1  # number of positions
 
-    may_be_zero: ClassVar = ("sliding_window",)
+    may_be_zero: ClassVar = ("sliding_window", "query_growth")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "query_period")
 
 
 MISTRAL = {
@@ -33,6 +39,15 @@ MISTRAL = {
     "7B-v0.2": MistralArgs(rope_theta=1e6),
     "7B-v0.3": MistralArgs(rope_theta=1e6, vocab_size=32768),
     "Nemo-12B": MistralArgs(dim=5120, n_layers=40, vocab_size=131072, rope_theta=1e6, max_seq_len=131072),
+    "Ministral-3-8B": MistralArgs(
+        n_layers=34,
+        vocab_size=131072,
+        rope_theta=1e6,
+        rope_scaling=RopeScaling(16.0, original_max_seq_len=16384, kind="yarn", attention_factor=1.0),
+        query_growth=0.1,
+        query_period=16384,
+        max_seq_len=262144,
+    ),
 }
 
 
@@ -43,10 +58,36 @@ def _to_hf(args: MistralArgs, dtype: Any = "float32") -> dict[str, Any]:
         "model_type": "mistral",
         "sliding_window": args.sliding_window or None,
     }
-    return gated_config(args, dtype) | mistral_fields
+    config = gated_config(args, dtype) | mistral_fields
+    if not args.query_growth:
+        return config
+    rope = {"rope_type": "default", "rope_theta": config.pop("rope_theta")} | (config.pop("rope_scaling") or {})
+    lengths = {LENGTH: args.query_period, "llama_4_scaling_beta": args.query_growth}
+    if rope.get(LENGTH, args.query_period) != args.query_period:
+        raise JobError(f"query_period = {args.query_period}: transformers' Ministral 3 only has {rope[LENGTH]}")
+    names = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
+    return config | names | {"rope_parameters": rope | lengths}
+
+
+LENGTH = "original_max_position_embeddings"
+
+
+def _without_growth(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a Ministral 3's config without what a Mistral's lacks, and the sizes that this is."""
+    table = config.get("rope_parameters") or config.get("rope_scaling")
+    if not isinstance(table, Mapping):
+        raise JobError(f"rope_parameters = {table!r}; allowed: an object, as of transformers' Ministral3Config")
+    growth = read_number(table, "llama_4_scaling_beta", 0.0, null=0.0)
+    sizes = {"query_growth": growth, "query_period": read_number(table, LENGTH, 1)} if growth else {}
+    only = {"llama_4_scaling_beta", "max_position_embeddings"}
+    only |= {LENGTH} if table.get("rope_type", table.get("type")) in (None, "default") else set()
+    remaining = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
+    window = {"sliding_window": config.get("sliding_window")}  # absent: none, unlike in a Mistral
+    return remaining | window | {"rope_parameters": {key: table[key] for key in table if key not in only}}, sizes
 
 
 def _from_hf(config: Mapping[str, Any]) -> MistralArgs:
+    config, growth = _without_growth(config) if config["model_type"] == "ministral3" else (config, {})
     check_supported(config, {"hidden_act": "silu", "attention_bias": False})
     sizes = gated_sizes(config, 131072, kv_heads=8, head_dim_may_be_null=True)
     window = read_number(config, "sliding_window", 4096, null=0)  # absent: transformers' default; null: none
@@ -56,11 +97,11 @@ def _from_hf(config: Mapping[str, Any]) -> MistralArgs:
     kind = only_layer_type(config)
     if kind == SLIDING and not window:
         raise JobError(f"layer_types has {SLIDING!r}, but sliding_window = {config['sliding_window']!r}")
-    return MistralArgs(**sizes, sliding_window=0 if kind == FULL else window)
+    return MistralArgs(**sizes, **growth, sliding_window=0 if kind == FULL else window)
 
 
 KEYS = config_keys(DECODER_KEYS | {"head_dim", "sliding_window", "layer_types"})
-CONFIG = ConfigConverter(model_types=("mistral",), to_hf=_to_hf, from_hf=_from_hf, keys=KEYS)
+CONFIG = ConfigConverter(model_types=("mistral", "ministral3"), to_hf=_to_hf, from_hf=_from_hf, keys=KEYS)
 
 
 FAMILY = Family(sizes=MISTRAL, config=CONFIG, spec="torchtitan.models.mistral.model:SPEC", publisher="mistralai")
