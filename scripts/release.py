@@ -92,7 +92,8 @@ def try_wheel(wheel: Path, sources: Path, work: Path) -> None:
     shutil.copytree(sources / "train_configs", folder / "train_configs")
     (folder / "old.toml").write_text(OLD_JOB)
     run(programs / "torchtitan", "--version", cwd=folder)
-    run(programs / "torchtitan", "train", "train_configs/debug_model.toml", cwd=folder)
+    launch = (programs / "python", "-m", "torchtitan.launch", "auto", "--job.config_file")
+    run(*launch, "train_configs/debug_model.toml", cwd=folder)  # as ./run_llama_train.sh
     for command in readme_commands():
         run(programs / command[0], *command[1:], cwd=folder)
 

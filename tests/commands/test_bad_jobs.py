@@ -11,6 +11,7 @@ from torchtitan.config.options import options
 from torchtitan.planner.search import TO_BE_FETCHED
 
 NEEDED = {
+    "manifest": ["--for=k8s", "--gpus=1", "--image=image", "--volume=claim:/data", "--job.dump_folder=/data/run"],
     "plan": ["--gpus", "8"],
     "sweep": ["--over", "optimizer.lr=1e-4,2e-4"],
     "bench": ["--sweep", "training.seq_len=64,128"],
@@ -84,7 +85,7 @@ def test_what_check_refuses_every_command_refuses(command, is_full_run, capsys):
     refused = 0
     for override in draws(is_full_run):
         key = override.partition("=")[0]
-        needs_all = command not in ("estimate", "rehearse", "plan", "schedule")  # these need neither data nor tokenizer
+        needs_all = command not in ("estimate", "manifest", "rehearse", "plan", "schedule")  # need no data or tokenizer
         is_read = key in options() and not key.startswith("parallelism.pipeline")  # of these schedule needs no more
         if not needs_all and (key.startswith(TO_BE_FETCHED) or (command == "schedule" and is_read)):
             continue

@@ -18,6 +18,7 @@ from tests.support import jobs
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import slurm
 from torchtitan.launcher.nodes import Nodes
+from torchtitan.launcher.processes import SignalQueue
 from torchtitan.process.ranks import count_ranks
 
 SRUN = """
@@ -295,6 +296,56 @@ def test_the_number_of_requeues_is_limited(cluster, tmp_path, monkeypatch, reque
     monkeypatch.setenv("SLURM_RESTART_COUNT", "2")
     monkeypatch.setenv("MAX_REQUEUES", "2")
     assert finish(request.getfixturevalue("batch"), tmp_path, 11)[::2] == (11, [])
+
+
+@pytest.mark.parametrize("image", ["images/torchtitan.sif", "registry.example#torchtitan:0.2"], ids=["sif", "pyxis"])
+def test_launchers_start_in_a_container(image, cluster, tmp_path, monkeypatch):
+    (tmp_path / "run_llama_train.sh").write_text("exit 99")
+    (tmp_path / "run_llama_train.sh").chmod(0o755)
+    (tmp_path / "efa.sh").write_text("FI_PROVIDER=efa\n")
+    for name in ("python3", "apptainer"):
+        program = tmp_path / f"programs/{name}"
+        program.write_text(f'#!/bin/sh\necho "{name} $* head $HEAD_ADDR provider $FI_PROVIDER"\n')
+        program.chmod(0o755)
+    (tmp_path / "functions").write_text('module() { echo "module $*"; }\nexport -f module\n')
+    given = dict(SLURM_SUBMIT_DIR=tmp_path, SLURM_CPUS_ON_NODE=96, CONTAINER=image, SRUN_FLAGS="--network=sn_all")
+    given |= dict(MODULES="cuda efa", ENVIRONMENT_FILES="efa.sh", NGPU=8, CONFIG_FILE="job.toml")
+    given |= dict(BASH_ENV=tmp_path / "functions")
+    for name, value in given.items():
+        monkeypatch.setenv(name, str(value))
+    script = jobs.ROOT / "scripts/multinode_trainer.slurm"
+    done = subprocess.run(["bash", script, "--training.steps=5"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    out, (call,) = done.stdout, [line for line in cluster.read_text().splitlines() if line.startswith("srun")]
+    assert "module load cuda\nmodule load efa\n" in out
+    assert "--nodes=2 --ntasks=2 --ntasks-per-node=1 --cpus-per-task=96 --kill-on-bad-exit=0" in call
+    assert "--network=sn_all" in call
+    command = "-m torchtitan.launch 8 --job.config_file job.toml --training.steps=5 head 127.0.0.1 provider efa"
+    if image.endswith(".sif"):
+        prefix = f"apptainer exec --nv --pwd {tmp_path} --bind {tmp_path}:{tmp_path} {image} python3 "
+    else:
+        prefix = "python3 "
+        flags = f"--container-image={image} --container-mounts={tmp_path}:{tmp_path} --container-workdir={tmp_path}"
+        assert call.endswith(flags)
+    assert out.count(f"\n{prefix}{command}") == 2  # on two machines
+
+
+def test_a_module_that_does_not_load_ends_the_job(tmp_path, cluster, monkeypatch):
+    (tmp_path / "run_llama_train.sh").touch(0o755)
+    monkeypatch.setenv("SLURM_SUBMIT_DIR", str(tmp_path))
+    monkeypatch.setenv("MODULES", "none")
+    script = jobs.ROOT / "scripts/multinode_trainer.slurm"
+    assert subprocess.run(["bash", script], capture_output=True, timeout=60).returncode == 2
+
+
+def test_flags_of_srun_are_passed_on(cluster, monkeypatch):
+    monkeypatch.setenv("SRUN_FLAGS", "--network=sn_all '--comment=two words'")
+    queue = SignalQueue()
+    try:
+        assert slurm.start_on_all([sys.executable, "-c", ""], queue) == 0
+    finally:
+        queue.close()
+    assert "--mpi=none --network=sn_all --comment=two words" in cluster.read_text()
 
 
 def test_the_batch_script_is_for_any_cluster():

@@ -270,9 +270,21 @@ def check_without_running(command: Command) -> None:
         manager.load(arguments[arguments.index(script) + 1 :])
     elif program == "pip":
         assert argument_of(arguments, "-c") == "constraints.txt"
+        if "-e" not in arguments:
+            assert arguments[1] in ("install", "download") and arguments[-1] == "."
+            return
         (extras,) = re.findall(r"^\.(?:\[(\w+)\])?$", argument_of(arguments, "-e"))
         defined_extras = tomli.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
         assert not extras or extras in defined_extras
+    elif program == "docker":
+        assert arguments[1] in ("build", "run")
+        declared = re.findall(r"^ARG (\w+)", (ROOT / "Dockerfile").read_text(), re.MULTILINE)
+        given = [argument.partition("=")[0] for argument in arguments if re.match(r"[A-Z]+=", argument)]
+        assert set(given) <= set(declared)
+        if arguments[1] == "run":
+            command, *argv = arguments[arguments.index("torchtitan-toml") + 1 :]
+            assert command in cli.COMMANDS
+            manager.load([argument for argument in argv if not argument.startswith("/data/job")])
     elif program == "run_tests.sh" or program.startswith("python"):
         assert program != "run_tests.sh" or os.access(ROOT / program, os.X_OK)
         assert all((ROOT / argument).exists() for argument in arguments[1:] if argument.endswith((".py", ".sh")))
@@ -297,6 +309,8 @@ def test_commands_name_existing_files_and_options(command, monkeypatch):
         "pip install -c constraints.txt -e '.[nothing]'",
         "./run_tests.sh tests/test_nothing.py",
         "sbatch --nodes=2 scripts/none.slurm",
+        "docker build --build-arg TROCH=cpu .",
+        "docker run torchtitan-toml trian",
         "make all",
     ],
 )

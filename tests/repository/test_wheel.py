@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 import zipfile
@@ -10,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.repository.test_container import copy_build_context
 from tests.support.environments import CONSTRAINTS, environment, install_by_index, pip_install
 from tests.support.jobs import ROOT, logged_steps
 
@@ -18,11 +18,7 @@ from tests.support.jobs import ROOT, logged_steps
 def wheel(tmp_path_factory) -> Path:
     folder = tmp_path_factory.mktemp("wheel")
     source = folder / "source"
-    source.mkdir()
-    for name in ("pyproject.toml", "README.md", "torchtitan_toml.py"):
-        shutil.copy(ROOT / name, source)
-    for name in ("torchtitan", "train_configs", "tests/assets/tokenizer"):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+    copy_build_context(source)
     build = [sys.executable, "-m", "pip", "wheel", "--no-deps", "--no-build-isolation", "-w", folder, source]
     subprocess.run(list(map(str, build)), check=True, capture_output=True)
     (file,) = folder.glob("*.whl")

@@ -7,6 +7,7 @@ COMMANDS = {
     "estimate": "predict memory and communication per rank, and whether the job fits, without a GPU",
     "rehearse": "run the whole step of a job on a fake CUDA: host waits, kernels, collectives, memory, without a GPU",
     "plan": "find the fastest parallel plans of a job for some GPUs, with their time, memory and price",
+    "manifest": "print what SLURM or Kubernetes needs to run a job on several machines",
     "list": "list models, datasets, tokenizers, optimizers, adapters and schedules, also of installed packages",
     "contract": "try what an installed package brings under every plan, against one device",
     "preview": "show the first samples that the model will see: decoded, with document borders and masks",

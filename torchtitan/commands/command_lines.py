@@ -127,6 +127,26 @@ def _rehearse() -> CommandParser:
     return parser
 
 
+def _manifest() -> CommandParser:
+    parser = CommandParser("manifest", "Paths in the job are those of the cluster.", takes="job")
+    parser.add_argument("--for", dest="scheduler", type=OneOf(("slurm", "k8s")), required=True, help="slurm or k8s")
+    parser.add_argument("--nodes", type=whole_number(1), default=1, metavar="N", help="machines (default 1)")
+    parser.add_argument("--gpus", type=whole_number(1), default=8, metavar="N", help="GPUs of a machine (default 8)")
+    volume = "shared storage: the claim of a volume and the path at which it is mounted; may be repeated"
+    parser.add_argument("--volume", action="append", default=[], metavar="CLAIM:PATH", help=volume)
+    grace = "seconds from a stop to the end (default: for a step and a save, by the size of the model)"
+    parser.add_argument("--grace", type=whole_number(1), metavar="S", help=grace)
+    for name, default, description in (
+        ("image", "", "container image, see the Dockerfile"),
+        ("name", "", "name of the job (default: by its dump_folder)"),
+        ("time", "24:00:00", "slurm: time limit (default 24:00:00)"),
+        ("shm", "16Gi", "k8s: shared memory of a pod (default 16Gi)"),
+        ("queue", "", "k8s: queue of Kueue, which admits all pods at once"),
+    ):
+        parser.add_argument(f"--{name}", default=default, metavar=name.upper(), help=description)
+    return parser
+
+
 def _list() -> CommandParser:
     parser = CommandParser("list", "Exit code: 2 if an installed package gives something that cannot be used.")
     kinds = OneOf("torchtitan.commands.list:KIND_NAMES")
@@ -563,6 +583,7 @@ PARSERS: dict[str, Callable[[], CommandParser]] = {
     "estimate": _estimate,
     "rehearse": _rehearse,
     "plan": _plan,
+    "manifest": _manifest,
     "list": _list,
     "contract": _contract,
     "preview": _preview,

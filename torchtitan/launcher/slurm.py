@@ -7,6 +7,7 @@ it. Inside a step it reads SLURM's environment variables. If several tasks share
 
 import os
 import re
+import shlex
 import signal
 import subprocess
 from datetime import datetime
@@ -59,7 +60,7 @@ def start_on_all(command: list[str], queue: SignalQueue) -> int:
     num_nodes = os.environ.get("SLURM_JOB_NUM_NODES", "1")
     options = [f"--nodes={num_nodes}", f"--ntasks={num_nodes}", "--ntasks-per-node=1", f"--cpus-per-task={_cpus()}"]
     # launchers end together by themselves; one that is saving must not be killed for another's exit code
-    options += ["--kill-on-bad-exit=0", "--wait=0", "--mpi=none"]
+    options += ["--kill-on-bad-exit=0", "--wait=0", "--mpi=none", *shlex.split(os.environ.get("SRUN_FLAGS", ""))]
     dropped_names = {f"SLURM_{name}" for name in _SHAPE_OF_TASKS}
     environment = {name: value for name, value in os.environ.items() if name not in dropped_names}
     # in its own session: on Ctrl-C srun would cancel the step instead of letting it save
