@@ -2,7 +2,6 @@
 
 import argparse
 import os
-import re
 from collections.abc import Callable, Sequence
 from fractions import Fraction
 from functools import partial
@@ -14,9 +13,13 @@ from pkgutil import resolve_name
 from torchtitan.commands.command_parser import (
     CommandParser,
     OneOf,
+    duration,
     number_above_0,
     number_from_0,
     plan_degrees,
+    relative_time,
+    relative_times,
+    share_above_0,
     size_in_bytes,
     whole_number,
 )
@@ -38,7 +41,6 @@ SPEEDS = {
     "tflops": "TFLOP/s that a rank reaches: peak of its matrix products times MFU (default 40 %%)",
 }
 """Options of `estimate --traffic`, with help. The hardware gives their defaults."""
-DURATIONS = {"min": 60.0, "h": 3600.0, "d": 86400.0}
 USUAL_GPU = "h100-80"
 """Hardware of `estimate --traffic` without --gpu."""
 FOLDER = "a run's dump_folder, a checkpoint, an export, a Hugging Face folder, or hf://owner/name"
@@ -189,35 +191,18 @@ def _schedule() -> CommandParser:
     chunks = "stages per rank (default: the schedule's usual number)"
     parser.add_argument("--chunks", dest="stages_per_rank", type=count, metavar="N", help=chunks)
     costs = "relative times of forward, input gradient and weight gradient of a rank's layers (default 1:1:1)"
-    parser.add_argument("--costs", type=_times, default=(Fraction(1),) * 3, metavar="F:I:W", help=costs)
-    parser.add_argument("--p2p", type=_time, default=Fraction(0), metavar="T", help="time of a message (default 0)")
+    equal = (Fraction(1),) * 3
+    parser.add_argument("--costs", type=relative_times, default=equal, metavar="F:I:W", help=costs)
+    parser.add_argument(
+        "--p2p", type=relative_time, default=Fraction(0), metavar="T", help="time of a message (default 0)"
+    )
     overlap = "time of DualPipeV's overlapping pairs, as a fraction of F + B (default: they do not overlap)"
-    parser.add_argument("--overlap", type=_share, metavar="X", help=overlap)
+    parser.add_argument("--overlap", type=share_above_0, metavar="X", help=overlap)
     merge = "run I and W as one action, as recompute requires"
     parser.add_argument("--merge-backward", action="store_true", help=merge)
     parser.add_argument("--out", type=Path, default=Path("schedule.png"), help=".png or .svg (default schedule.png)")
     parser.add_argument("--write-csv", type=Path, metavar="FILE", help="also write the table")
     return parser
-
-
-def _time(text: str) -> Fraction:
-    if re.fullmatch(r"([0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9})", text):
-        return Fraction(text)
-    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number of 0 or more, like 1 or 0.25")
-
-
-def _times(text: str) -> tuple[Fraction, ...]:
-    times = tuple(_time(part) for part in text.split(":"))
-    if len(times) == 3 and times[0] > 0:
-        return times
-    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: three numbers F:I:W with F > 0, e.g. 1:1.2:0.8")
-
-
-def _share(text: str) -> Fraction:
-    share = _time(text)
-    if 0 < share <= 1:
-        return share
-    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number above 0, at most 1")
 
 
 def _bench() -> CommandParser:
@@ -406,7 +391,7 @@ def _plan() -> CommandParser:
     price = "price of a GPU for an hour, in any currency (default: the hardware's)"
     parser.add_argument("--price", type=number_above_0, metavar="X", help=price)
     deadline = "longest duration of the run, as 30d, 12h or 45min"
-    parser.add_argument("--deadline", type=_duration, metavar="TIME", help=deadline)
+    parser.add_argument("--deadline", type=duration, metavar="TIME", help=deadline)
     parser.add_argument("--budget", type=number_above_0, metavar="X", help="highest price of the run")
     parser.add_argument("--top", type=whole_number(1, 100), default=10, metavar="N", help="plans to show (default 10)")
     mtbf = f"mean hours between two failures of a GPU, as {GPU_HOURS_PER_FAILURE:g}: adds restarts and saves to the run"
@@ -431,14 +416,6 @@ def _plan() -> CommandParser:
     parser.add_argument("--plot", type=Path, metavar="FILE", help=plot)
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
-
-
-def _duration(text: str) -> float:
-    """Return the seconds of a duration with a unit."""
-    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?(min|h|d)", text)
-    if match and float(match[1]) > 0:
-        return float(match[1]) * DURATIONS[match[2]]
-    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number with one of {', '.join(DURATIONS)}, as 30d")
 
 
 # Commands that inspect a run

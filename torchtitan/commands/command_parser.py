@@ -9,6 +9,7 @@ import math
 import re
 import textwrap
 from collections.abc import Callable, Collection, Iterable, Mapping
+from fractions import Fraction
 from pkgutil import resolve_name
 from typing import Any, NoReturn
 
@@ -24,6 +25,7 @@ NUMBERS_OF_RANKS = ("--world-size", "--gpus", "--ranks", "--pp")
 """Options for a number of ranks. A command has one of them, and a user may type the one of another command."""
 MOST_RANKS = 64
 """Largest degree of a plan that gloo ranks of one machine make."""
+DURATIONS = {"min": 60.0, "h": 3600.0, "d": 86400.0}
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
 
 
@@ -168,3 +170,31 @@ def plan_degrees(text: str) -> dict[str, int]:
             raise argparse.ArgumentTypeError(f"given {text!r}; allowed: {allowed}; {near}".rstrip("; "))
         degrees[axis] = whole_number(1, MOST_RANKS)(value)
     return degrees
+
+
+def relative_time(text: str) -> Fraction:
+    if re.fullmatch(r"([0-9]{1,9}(\.[0-9]{0,9})?|\.[0-9]{1,9})", text):
+        return Fraction(text)
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number of 0 or more, like 1 or 0.25")
+
+
+def relative_times(text: str) -> tuple[Fraction, ...]:
+    times = tuple(relative_time(part) for part in text.split(":"))
+    if len(times) == 3 and times[0] > 0:
+        return times
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: three numbers F:I:W with F > 0, e.g. 1:1.2:0.8")
+
+
+def share_above_0(text: str) -> Fraction:
+    share = relative_time(text)
+    if 0 < share <= 1:
+        return share
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number above 0, at most 1")
+
+
+def duration(text: str) -> float:
+    """Return the seconds of a duration with a unit."""
+    match = re.fullmatch(r"([0-9]{1,9}(?:\.[0-9]{1,9})?) ?(min|h|d)", text)
+    if match and float(match[1]) > 0:
+        return float(match[1]) * DURATIONS[match[2]]
+    raise argparse.ArgumentTypeError(f"given {text!r}; allowed: a number with one of {', '.join(DURATIONS)}, as 30d")
