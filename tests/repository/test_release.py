@@ -35,9 +35,10 @@ def test_the_commands_of_readme_are_tried():
     assert ["torchtitan", "presets", "ls"] in commands and len(commands) >= 12
 
 
-def test_the_changelog_names_the_formats():
+def test_changelog_and_page_name_the_formats():
     text = (ROOT / "CHANGELOG.md").read_text()
     newest = re.split(r"^## \d", text, flags=re.MULTILINE)[1]
     assert f'`"format": {layout.FORMAT}`' in newest
+    assert f"its format number ({layout.FORMAT})" in (ROOT / "docs/stability.md").read_text()
     assert "`data.tokenization_version` 3" in " ".join(newest.split())
     assert "tokenization_version" in Data.__dataclass_fields__
