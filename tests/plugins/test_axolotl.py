@@ -100,6 +100,10 @@ def changes_by(added, before):
 
 
 TRANSLATED = [  # added options, the job they are added to, and the options of the result that change
+    ({"base_model": "microsoft/phi-4"}, FULL, {"model.name": "phi3", "model.hf_folder": "microsoft/phi-4"}),
+    ({"base_model": "allenai/OLMo-2-1124-7B"}, FULL, {"model.name": "olmo2"}),
+    ({"base_model": "mistralai/Ministral-3-8B-Base-2512"}, FULL, {"model.name": "mistral"}),
+    ({"base_model": "ibm-granite/granite-3.1-8b-base"}, FULL, {"model.name": "granite"}),
     ({"base_model": "my/Mistral-7B"}, FULL, {"model.name": "mistral", "model.hf_folder": "my/Mistral-7B"}),
     ({"base_model": "google/gemma-3-1b-pt"}, FULL, {"model.name": "gemma3", "model.hf_folder": "google/gemma-3-1b-pt"}),
     ({"base_model": "moonshotai/Kimi-K2-Base"}, FULL, {"model.name": "deepseek"}),

@@ -38,7 +38,7 @@ from torchtitan.plugins.importers.translation import (
 MODEL_TYPES = {"distill-qwen": "qwen2", "distill-llama": "llama", "qwen1.5-moe": "qwen2_moe"}
 MODEL_TYPES |= {"qwen2-57b-a14b": "qwen2_moe", "qwen3-30b-a3b": "qwen3_moe", "qwen3-235b-a22b": "qwen3_moe"}
 MODEL_TYPES |= {"qwen3-next": "qwen3_next", "qwen3.5": "qwen3_5_text", "gemma-3n": "gemma3n_text"}
-MODEL_TYPES |= {"llama-4": "llama4_text", "glm-4.5": "glm4_moe", "glm-4.6": "glm4_moe"}
+MODEL_TYPES |= {"phi-4": "phi3", "llama-4": "llama4_text", "glm-4.5": "glm4_moe", "glm-4.6": "glm4_moe"}
 """Parts of the name of a folder that is not on this machine, and the model type that the first of them indicates.
 
 Without one of them it is the longest model type of the families here that the name contains. DeepSeek's distilled
