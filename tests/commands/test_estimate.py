@@ -3,6 +3,7 @@
 from collections import Counter
 
 import pytest
+import tomli_w
 
 from tests.support.pool import run_alone
 from torchtitan import cli
@@ -11,7 +12,7 @@ from torchtitan.commands.check import STEP_FAILED
 from torchtitan.config import manager
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
-from torchtitan.core.hardware import load_hardware
+from torchtitan.core.hardware import FOLDER, load_hardware
 from torchtitan.job import ResolvedJob
 from torchtitan.planner import estimate as prediction
 from torchtitan.planner.memory.closed_form import predict_memory
@@ -175,6 +176,19 @@ def test_traffic_is_compared_with_compute_time(capsys):
     assert "400% of what computing takes: more than the rank" in estimate.traffic(predicted, 200e12, slower)[-2]
     slower.inside = 70.0  # GB/s
     assert "tp takes 50% of it, which comes on top" in estimate.traffic(predicted, 200e12, slower)[-1]
+
+
+def test_speeds_of_the_options_scale_measured_collectives(tmp_path):
+    """Half of the file's bandwidth takes twice as long: 7 of 8 GB at 10 GB/s, as 8 ranks measured it."""
+    row = {"kind": "all_gather", "ranks": 8, "latency": 1e-9, "bandwidth": 1e10, "smallest": 1, "largest": 10**12}
+    path, known = tmp_path / "ours.toml", FOLDER / "h100-80.toml"
+    path.write_text(known.read_text() + tomli_w.dumps({"collectives": {"version": 1, "rows": [row]}}))
+    sent = {("dp_shard", "all_gather", "calls"): 1, ("dp_shard", "all_gather", "bytes"): 7e9}
+    predicted = prediction.Prediction(0, 0, "clipping", {}, Counter(sent), {"dp_shard": tuple(range(8))})
+    inside = load_hardware("h100-80").machine_link.reached_bandwidth / 1e9
+    for options, seconds in (([], "0.700"), ([f"--inside={inside / 2}"], "1.400")):
+        speeds, _ = estimate.parse_options(["--traffic", f"--gpu={path}", *options])
+        assert estimate.traffic(predicted, 200e12, speeds)[1].split()[-3:] == [seconds, "s", "inside"]
 
 
 def messages_of_job(options, ranks):

@@ -4,6 +4,7 @@ import re
 from pathlib import Path
 
 import pytest
+import tomli_w
 
 from tests.support.jobs import ROOT
 from torchtitan.core.errors import JobError
@@ -67,6 +68,15 @@ def test_shares_saturate_and_links_reach_a_share():
     assert Link(bandwidth=100e9, latency=1e-5, reached=0.5).reached_bandwidth == 50e9
 
 
+ROW = {"kind": "all_gather", "ranks": 8, "latency": 1e-6, "bandwidth": 1e11, "smallest": 1000, "largest": 10**9}
+
+
+def collectives(**changes):
+    """Return the text of a table with one row, before that of the peaks. Without the values that are None."""
+    row = {name: value for name, value in {**ROW, **changes}.items() if value is not None}
+    return tomli_w.dumps({"collectives": {"version": 1, "rows": [row]}}) + "[peak]"
+
+
 @pytest.mark.parametrize(
     ("line", "replacement", "message"),
     [
@@ -78,6 +88,12 @@ def test_shares_saturate_and_links_reach_a_share():
         ("device_names = .*", "device_names = ['(']", "is not TOML of hardware (missing ), unterminated subpattern"),
         (r"\[peak\]", "[peak", "is not TOML of hardware (Expected ']'"),
         (r"\[peak\]", "[products]\nmost = 0.5\nhalf = [1]\n[peak]", "products.half has 3 values"),
+        (r"\[peak\]", "[collectives]\nversion = 2\nrows = []\n[peak]", "collectives.version: input should be 1"),
+        (r"\[peak\]", collectives(kind="gather"), "collectives.rows.0.kind: input should be 'all_gather', "),
+        (r"\[peak\]", collectives(latency=0), "collectives.rows.0.latency: input should be greater than 0"),
+        (r"\[peak\]", collectives(bandwidth=None), "collectives.rows.0.bandwidth: field required"),
+        (r"\[peak\]", collectives(machines=3), "rows.0: value error, given 8 ranks on 3 machines, 1000 to 1e+09 bytes"),
+        (r"\[peak\]", collectives(largest=10), "allowed: equally many ranks on each machine, and smallest <= largest"),
     ],
 )
 def test_faults_in_a_file_are_reported(line, replacement, message, tmp_path):
@@ -96,3 +112,20 @@ def test_a_file_of_the_user_is_loaded(tmp_path):
     assert (hardware.name, hardware.price, hardware.memory_gib) == ("ours", 2.5, 139.8)
     with pytest.raises(JobError, match="none.toml cannot be read"):
         load_hardware(str(Path(tmp_path, "none.toml")))
+
+
+def test_speeds_scale_links_and_the_collectives_that_were_measured_there(tmp_path):
+    rows = [ROW, {**ROW, "machines": 2, "ranks": 16}]
+    text = (FOLDER / "h200.toml").read_text() + tomli_w.dumps({"collectives": {"version": 1, "rows": rows}})
+    path = tmp_path / "ours.toml"
+    path.write_text(text)
+    hardware, plain = load_hardware(str(path)), load_hardware("h200")
+    assert plain.collectives is None and plain.with_speeds() == plain
+    changed = hardware.with_speeds(inside=2, between=0.5, latency=3)
+    for before, after, factor in (
+        (hardware.machine_link, changed.machine_link, 2),
+        (hardware.network_link, changed.network_link, 0.5),
+        (hardware.collectives.rows[0], changed.collectives.rows[0], 2),
+        (hardware.collectives.rows[1], changed.collectives.rows[1], 0.5),
+    ):
+        assert (after.bandwidth, after.latency) == (factor * before.bandwidth, 3 * before.latency)

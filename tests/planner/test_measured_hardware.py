@@ -10,7 +10,7 @@ from torchtitan.commands import bench
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Curve, load_hardware
 from torchtitan.planner.time import measured_hardware
-from torchtitan.planner.time.measured_hardware import Sizes, fit, write_hardware
+from torchtitan.planner.time.measured_hardware import Sizes, fit, fit_collective, write_hardware
 
 TINY = Sizes(products=(8, 16, 32), keys=(8, 32), copied=(2**10, 2**16), sent=(2**8, 2**16), seconds=0.001)
 
@@ -22,6 +22,10 @@ def test_this_machine_is_measured(tmp_path):
         "fitted"
     )
     assert 0 < hardware.peak.float32 < math.inf and 0 < hardware.machine_link.bandwidth < math.inf
+    kinds = ["all_gather", "reduce_scatter", "all_to_all", "all_reduce"]
+    rows = hardware.collectives.rows
+    assert [row.kind for row in rows] == kinds and {(row.ranks, row.machines) for row in rows} == {(2, 1)}
+    assert {(row.smallest, row.largest) for row in rows} == {(2**9, 2**17)}
     with pytest.raises(JobError, match="ours.toml: exists already; give another name"):
         write_hardware(tmp_path / "ours.toml", ranks=1, sizes=TINY)
     with pytest.raises(JobError, match="allowed: a name with .toml"):
@@ -48,6 +52,30 @@ def test_a_curve_is_recovered_from_its_samples():
     samples = [(shape, 5e12 * curve.share(*shape)) for shape in shapes]
     fitted = fit(samples, 5e12, 3)
     assert fitted["half"] == [64, 128, 32] and fitted["most"] == pytest.approx(0.75, abs=1e-4)
+
+
+@pytest.mark.parametrize(("kind", "passes"), [("all_gather", 1), ("all_reduce", 2)])
+def test_latency_and_bandwidth_are_recovered_from_times(kind, passes):
+    """Four ranks: three hops with a rank's part, and in an all-reduce three back."""
+    samples = [(size, passes * 3 * (2e-5 + size / 4e9)) for size in (2**12, 2**18, 2**24)]
+    assert fit_collective(kind, 4, samples) == pytest.approx({"latency": 2e-5, "bandwidth": 4e9}, rel=1e-3)
+
+
+@pytest.mark.parametrize("seconds", [(3e-3, 2e-3), (1e-9, 2.0)])
+def test_times_of_a_busy_machine_have_figures_above_0(seconds):
+    fitted = fit_collective("all_gather", 2, list(zip((2**8, 2**16), seconds, strict=True)))
+    assert all(0 < value < math.inf for value in fitted.values())
+
+
+def test_ranks_call_a_collective_equally_often(monkeypatch):
+    """The clock of this rank says 2,000 calls in the time, and rank 0 says 7."""
+    calls = []
+    monkeypatch.setattr(measured_hardware, "timed", lambda run, device: run() or 0.001 / 2)
+    monkeypatch.setattr(measured_hardware.dist, "barrier", lambda: None)
+    monkeypatch.setattr(measured_hardware.dist, "broadcast", lambda count, rank: count.fill_(7) if rank == 0 else None)
+    sizes = dataclasses.replace(TINY, seconds=1.0)
+    measured_hardware._steady_seconds(lambda: calls.append(1), torch.device("cpu"), sizes)
+    assert len(calls) == 2 + 7
 
 
 def test_bench_measures_hardware_or_a_job():

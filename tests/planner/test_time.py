@@ -11,7 +11,7 @@ from tests.support.jobs import ROOT
 from tests.support.pool import run_alone
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
-from torchtitan.core.hardware import Curve, Curves, load_hardware
+from torchtitan.core.hardware import Curve, Curves, MeasuredCollective, MeasuredCollectives, load_hardware
 from torchtitan.job import ResolvedJob
 from torchtitan.models.sizes import NORMS
 from torchtitan.parallelisms.fsdp_messages import BLOCK, PIECE, block_bytes
@@ -172,6 +172,47 @@ def test_groups_that_some_ranks_have_in_two_machines_use_the_network(gpus):
     assert times.links.sent("all_gather", 2e9, 1, [6, 7, 8]) == times.links_of(Plan(shards=12)).gather(3e9, 3, 1)
     assert times.links.sent("all_gather", 2e9, 1, [3, 4, 5]) == times.links_of(Plan(shards=3)).gather(3e9, 3, 1)
     assert times.links.gather(3e9, 2, 3) == times.links.gather(3e9, 2, 8)  # the ranks 6 and 9
+
+
+def measured_row(kind, ranks=8, machines=1, latency=1e-5, bandwidth=1e9, smallest=1, largest=1e15):
+    figures = {"latency": latency, "bandwidth": bandwidth, "smallest": smallest, "largest": largest}
+    return MeasuredCollective(kind=kind, ranks=ranks, machines=machines, **figures)
+
+
+def with_rows(*rows):
+    return dataclasses.replace(load_hardware("h100-80"), collectives=MeasuredCollectives(version=1, rows=rows))
+
+
+def test_measured_collectives_replace_the_figures_of_links():
+    """A group takes the nearest row of its kind; others keep those of the links."""
+    near, far = measured_row("all_gather", 4), measured_row("all_gather", 64, 8, latency=3e-5, bandwidth=1e7)
+    summed, turned = measured_row("all_reduce", bandwidth=2e9), measured_row("all_to_all", bandwidth=3e9)
+    links, plain = timer(with_rows(far, near, summed, turned)).messages.links, timer(with_rows()).messages.links
+    assert links.gather(8e9, 8, 1, 2) == pytest.approx((7, 2 * 7 * 1e-5))
+    assert links.gather(8e9, 8, 1, kind="reduce_scatter") == plain.gather(8e9, 8, 1)
+    assert links.all_reduce(8e9, 8, 1) == pytest.approx((7, 14e-5))
+    assert links.exchange(6e9, 2, 1) == pytest.approx((1, 1e-5))
+    # 16 ranks on two machines: inside of them by the row of one, and eight cards send the other half
+    assert links.gather(16e7, 16, 1) == pytest.approx((8e7 / 8 / 1e7, 14 * 1e-5 + 3e-5))
+
+
+def test_the_size_of_a_message_chooses_among_rows_of_a_group():
+    small, large = measured_row("all_gather", largest=1e6), measured_row("all_gather", bandwidth=4e9, smallest=1e6)
+    links = timer(with_rows(small, large)).messages.links
+    assert links.gather(8e9, 8, 1).transfer == pytest.approx(7 / 4)
+    assert links.gather(8e9, 8, 1, messages=1e5).transfer == pytest.approx(7)  # of 80 KB each
+
+
+def test_measured_collectives_change_the_step_by_their_formula():
+    """Tensor parallel waits for four gathers and four reduce-scatters of a block's hidden states without recompute."""
+    gpu = with_rows(measured_row("all_gather"), measured_row("reduce_scatter", bandwidth=5e8))
+    plan, times = Plan(tp=8, microbatch=2, recompute="none"), timer(gpu)
+    args, tokens = times.workload.args, 2 * times.workload.seq_len
+    size = times.workload.compute_bytes * args.dim * tokens
+    expected = args.n_layers * 4 * (14e-5 + 7 / 8 * size * (1 / 1e9 + 1 / 5e8))
+    assert times.step_time(plan).parts["tp"] == pytest.approx(expected)
+    slower = StepTimer(times.workload, gpu, Calibration({"messages": 2.0}))
+    assert slower.step_time(plan).parts["tp"] == pytest.approx(2 * expected)
 
 
 def test_context_parallel_between_machines_shares_their_network_cards():

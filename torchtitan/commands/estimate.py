@@ -143,7 +143,7 @@ def traffic(of_rank: Prediction, flops: float, speeds: argparse.Namespace) -> li
     """
     seconds: defaultdict[str, float] = defaultdict(float)
     hardware = hardware_of(speeds)
-    links = Links(hardware.machine_link, hardware.network_link, hardware.devices_per_machine)
+    links = Links.of(hardware)
     lines = [
         f"sent by rank {of_rank.rank} in a step, at {speeds.inside:g} GB/s in a machine of {speeds.machine:g} ranks"
     ]
@@ -171,12 +171,9 @@ def traffic(of_rank: Prediction, flops: float, speeds: argparse.Namespace) -> li
 def hardware_of(speeds: argparse.Namespace) -> Hardware:
     """Return the hardware of --gpu with the speeds of the options."""
     hardware = load_hardware(speeds.gpu or USUAL_GPU)
-    return replace(
-        hardware,
-        machine_link=replace(hardware.machine_link, bandwidth=speeds.inside * 1e9, reached=1.0),
-        network_link=replace(hardware.network_link, bandwidth=speeds.outside * 1e9, reached=1.0),
-        devices_per_machine=speeds.machine,
-    )
+    inside, outside = hardware.machine_link.reached_bandwidth, hardware.network_link.reached_bandwidth
+    scaled = hardware.with_speeds(speeds.inside * 1e9 / inside, speeds.outside * 1e9 / outside)
+    return replace(scaled, devices_per_machine=speeds.machine)
 
 
 def step_line(job: ResolvedJob, speeds: argparse.Namespace) -> list[str]:

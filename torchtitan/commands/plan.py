@@ -376,8 +376,7 @@ def check_replaced(path: Path, job_args: list[str]) -> None:
 
 def with_network(search: Search, share: float) -> Search:
     """Return the same search with a share of the network's bandwidth."""
-    link = search.hardware.network_link
-    return search.with_hardware(replace(search.hardware, network_link=replace(link, bandwidth=share * link.bandwidth)))
+    return search.with_hardware(search.hardware.with_speeds(between=share))
 
 
 def find_robust(search: Search, gpus: int, top: int, limits: Limits, most_uncertain: int = 0) -> Result:

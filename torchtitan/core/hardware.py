@@ -6,12 +6,12 @@ files alone. A device that is not among them is described by a file of the user 
 """
 
 import re
-from dataclasses import field
+from dataclasses import field, replace
 from difflib import get_close_matches
 from functools import cache
-from math import prod
+from math import log2, prod
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any, Literal
 
 import tomli
 from pydantic import ConfigDict, Field, TypeAdapter, ValidationError
@@ -75,6 +75,51 @@ class Link:
         return self.bandwidth * self.reached
 
 
+CollectiveKind = Literal["all_gather", "reduce_scatter", "all_reduce", "all_to_all"]
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class MeasuredCollective:
+    """A measured collective, which replaces the figures of a link for messages like it."""
+
+    kind: CollectiveKind
+    ranks: Annotated[int, Field(ge=2)]
+    machines: Annotated[int, Field(ge=1)] = 1
+    latency: _Above0
+    """Seconds of a hop, as of a `Link`."""
+    bandwidth: _Above0
+    """Bytes/s that large messages reach: of a rank, or of its share of the network where there are several machines."""
+    smallest: _Above0
+    """Bytes of the smallest and the largest message that was measured: of the whole gathered, reduced, summed or
+    exchanged tensor."""
+    largest: _Above0
+
+    def __post_init__(self) -> None:
+        if self.ranks % self.machines or self.smallest > self.largest:
+            group = f"{self.ranks} ranks on {self.machines} machines, {self.smallest:g} to {self.largest:g} bytes"
+            raise ValueError(f"given {group}; allowed: equally many ranks on each machine, and smallest <= largest")
+
+    @property
+    def reached_bandwidth(self) -> float:
+        return self.bandwidth
+
+    def distance(self, ranks: float, machines: float, size: float) -> tuple[float, float]:
+        """Return how far a group is from the measured one, then how far a message is from the measured sizes.
+
+        Both are in doublings.
+        """
+        group = abs(log2(ranks / self.ranks)) + abs(log2(machines / self.machines))
+        return group, max(0.0, log2(self.smallest / size), log2(size / self.largest))
+
+
+@dataclass(frozen=True, kw_only=True, config=_STRICT)
+class MeasuredCollectives:
+    """Measured collectives. The version says what their figures mean."""
+
+    version: Literal[1]
+    rows: tuple[MeasuredCollective, ...]
+
+
 @dataclass(frozen=True, kw_only=True, config=_STRICT)
 class Curves:
     """Shares of the peak in float32, of a device on which they differ from those of types with fewer bits."""
@@ -104,6 +149,8 @@ class Hardware:
     """To devices of the same machine."""
     network_link: Link
     """To other machines, a device's share of the network cards."""
+    collectives: MeasuredCollectives | None = None
+    """Collectives that were measured; others take the figures of the links."""
     products: Curve = field(default_factory=lambda: Curve(most=0.8, half=(256, 256, 256)))
     """Share of the peak in a product of matrices [m, k] and [k, n]. Sizes: m, n, k."""
     attention: Curve = field(default_factory=lambda: Curve(most=0.45, half=(256,)))
@@ -127,6 +174,19 @@ class Hardware:
             return 1.0
         ranks = min(ranks, self.devices_per_machine)
         return max(ranks / self.cores, 1 / max(1, self.cores // ranks))
+
+    def with_speeds(self, inside: float = 1.0, between: float = 1.0, latency: float = 1.0) -> "Hardware":
+        """Return the hardware with multiples of the bandwidths inside and between machines, and of all latencies."""
+
+        def scaled(link: Any, factor: float) -> Any:
+            return replace(link, bandwidth=factor * link.bandwidth, latency=latency * link.latency)
+
+        collectives = self.collectives
+        if collectives is not None:
+            rows = tuple(scaled(row, inside if row.machines == 1 else between) for row in collectives.rows)
+            collectives = replace(collectives, rows=rows)
+        links = {"machine_link": scaled(self.machine_link, inside), "network_link": scaled(self.network_link, between)}
+        return replace(self, **links, collectives=collectives)
 
     def matches(self, device_name: str) -> bool:
         """Return whether torch reports this device by `device_name`."""

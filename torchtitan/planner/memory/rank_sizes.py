@@ -273,8 +273,8 @@ class RankSizes(RankWeights):
         gate = (2 + has_gate - stores_product) * self.tokens
         if not base.is_packed or not any(name.startswith("feed_forward") for name in adapted):
             return gate
-        others = 1 if stores_product else -has_gate
-        return max(gate, self.args.dim + others * self.tokens)
+        live_features = 1 if stores_product else -has_gate
+        return max(gate, self.args.dim + live_features * self.tokens)
 
     @property
     def forward_work(self) -> float:

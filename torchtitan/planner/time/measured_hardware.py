@@ -1,8 +1,8 @@
 """Measure this machine and describe it as a file of hardware (core/hardware.py).
 
 Rates are measured at growing sizes, and a saturating curve is fitted to each kind of operation. On a GPU that the
-package knows, peaks, memory and names come from its file. The network is not measured: it is assumed to be like the
-links of the machine.
+package knows, peaks, memory and names come from its file. Collectives are measured by kind and group size. The network
+is not measured: it is assumed to be like the links of the machine.
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 
 from torchtitan.core.errors import JobError
-from torchtitan.core.hardware import Hardware, find_hardware, load_hardware
+from torchtitan.core.hardware import CollectiveKind, Hardware, find_hardware, load_hardware
 from torchtitan.process.distributed import device_type
 from torchtitan.process.exit import die_with_parent
 from torchtitan.process.machine import SHARED_MEMORY_REMEDY, shared_memory_obstacle
@@ -49,7 +49,7 @@ class Sizes:
     copied: tuple[int, ...]
     """Bytes."""
     sent: tuple[int, ...]
-    """Bytes of a rank."""
+    """Bytes of a rank's part of a collective: two or more, in ascending order."""
     seconds: float
     """Time of each measurement."""
     heads: int = 8
@@ -59,9 +59,15 @@ class Sizes:
 
 
 USUAL_SIZES = {
-    "cpu": Sizes((64, 128, 256, 512, 1024), (128, 256, 512, 1024), (2**25, 2**26, 2**27), (2**12, 2**24), 0.1),
+    "cpu": Sizes((64, 128, 256, 512, 1024), (128, 256, 512, 1024), (2**25, 2**26, 2**27), (2**12, 2**18, 2**24), 0.1),
     "cuda": Sizes(
-        (256, 512, 1024, 2048, 4096, 8192), (512, 2048, 8192), (2**20, 2**24, 2**28), (2**14, 2**28), 0.2, 128, 5e-3
+        (256, 512, 1024, 2048, 4096, 8192),
+        (512, 2048, 8192),
+        (2**20, 2**24, 2**28),
+        (2**14, 2**21, 2**28),
+        0.2,
+        128,
+        5e-3,
     ),
 }
 
@@ -89,8 +95,8 @@ class Measured(NamedTuple):
     products: dict[torch.dtype, list[Sample]]
     attention: dict[torch.dtype, list[Sample]]
     copies: list[Sample]
-    exchanges: list[float]
-    """Seconds of an exchange between all ranks, by size."""
+    collectives: dict[tuple[CollectiveKind, int], list[float]]
+    """Seconds of each kind in groups of so many ranks, by size."""
 
 
 def measure_hardware(ranks: int, sizes: Sizes | None = None) -> dict[str, Any]:
@@ -106,7 +112,7 @@ def measure_hardware(ranks: int, sizes: Sizes | None = None) -> dict[str, Any]:
         device_names, bandwidth = list(published.device_names), published.memory_bandwidth
         peak = {key: flops for key, flops in dataclasses.asdict(published.peak).items() if flops is not None}
     link = {"evidence": f"measured between {ranks} ranks"} | (
-        _link(ranks, sizes, measured.exchanges)
+        _link(ranks, sizes, _exchange_seconds(ranks, measured))
         if ranks > 1
         else {"bandwidth": bandwidth / 4, "latency": 1e-5, "evidence": "assumed"}
     )
@@ -129,6 +135,7 @@ def measure_hardware(ranks: int, sizes: Sizes | None = None) -> dict[str, Any]:
         "peak": peak,
         "machine_link": link,
         "network_link": {**link, "evidence": "assumed to be like the links of the machine"},
+        **({"collectives": {"version": 1, "rows": _rows(measured, sizes)}} if ranks > 1 else {}),
         "memory_bound": fit(measured.copies, bandwidth, 1),
         **curves(torch.bfloat16),
         **shared,
@@ -145,7 +152,7 @@ def _measure(ranks: int, sizes: Sizes, device: torch.device) -> Measured:
         products={dtype: products(sizes, device, dtype) for dtype in DTYPES},
         attention={dtype: attention(sizes, device, dtype) for dtype in DTYPES},
         copies=memory_bound(sizes, device),
-        exchanges=[_exchange_seconds(ranks, size, device) for size in sizes.sent] if ranks > 1 else [],
+        collectives=_collectives(ranks, sizes, device) if ranks > 1 else {},
     )
 
 
@@ -304,22 +311,83 @@ def _link(ranks: int, sizes: Sizes, seconds: Sequence[float]) -> dict[str, float
     return {"bandwidth": bandwidth, "latency": _rounded(max(small - sent[0] / bandwidth, 1e-7) / hops)}
 
 
-def _exchange_seconds(ranks: int, size: int, device: torch.device) -> float:
-    """Return the mean seconds of an all-gather, a reduce-scatter and an all-to-all of `size` bytes from each rank."""
-    shard = torch.zeros(size // 4, device=device)
-    everything, turned = (torch.zeros(size // 4 * ranks, device=device) for _ in range(2))
-    exchanges = (
-        partial(dist.all_gather, list(everything.chunk(ranks)), shard),
-        partial(dist.reduce_scatter, shard, list(everything.chunk(ranks))),
-        partial(dist.all_to_all_single, turned, everything),
+def _exchange_seconds(ranks: int, measured: Measured) -> list[float]:
+    """Return the mean seconds of an all-gather, a reduce-scatter and an all-to-all between all ranks, by size."""
+    kinds: tuple[CollectiveKind, ...] = ("all_gather", "reduce_scatter", "all_to_all")
+    by_kind = [measured.collectives[kind, ranks] for kind in kinds]
+    return [statistics.fmean(seconds) for seconds in zip(*by_kind, strict=True)]
+
+
+def _rows(measured: Measured, sizes: Sizes) -> list[dict[str, Any]]:
+    """Return the rows of a file's measured collectives (`MeasuredCollective` in core/hardware.py)."""
+    return [
+        {
+            "kind": kind,
+            "ranks": ranks,
+            **fit_collective(kind, ranks, list(zip(sizes.sent, seconds, strict=True))),
+            "smallest": sizes.sent[0] * ranks,
+            "largest": sizes.sent[-1] * ranks,
+        }
+        for (kind, ranks), seconds in measured.collectives.items()
+    ]
+
+
+def fit_collective(kind: CollectiveKind, ranks: int, samples: Sequence[tuple[int, float]]) -> dict[str, float]:
+    """Fit latency and bandwidth to the seconds of collectives, by least squares of relative errors.
+
+    `samples`: bytes of a rank's part, and seconds. A rank sends its part to each other one, in an all-reduce twice.
+    """
+    hops = (1 + (kind == "all_reduce")) * (ranks - 1)
+    points = [(hops / seconds, hops * size / seconds) for size, seconds in samples]
+    aa, ab, bb = (
+        sum(x * y for x, y in pairs) for pairs in ([(a, a) for a, _ in points], points, [(b, b) for _, b in points])
     )
-    return statistics.fmean(_steady_seconds(exchange, device) for exchange in exchanges)
+    a, b = (sum(values) for values in zip(*points, strict=True))
+    determinant = aa * bb - ab * ab
+    latency, inverse = (a * bb - b * ab) / determinant, (b * aa - a * ab) / determinant
+    if inverse <= 0:  # the largest message is no slower, as on a busy machine
+        latency, inverse = a / aa, 0.0
+    return {"latency": _rounded(max(latency, 1e-9)), "bandwidth": _rounded(1 / max(inverse, 1e-15))}
 
 
-def _steady_seconds(run: Callable[[], object], device: torch.device, times: int = 5) -> float:
-    """Return the median time of a collective, called equally often on all ranks."""
+def _collectives(ranks: int, sizes: Sizes, device: torch.device) -> dict[tuple[CollectiveKind, int], list[float]]:
+    """Measure each kind in groups of neighboring ranks, of each size that divides the ranks; all groups at once."""
+    seconds: dict[tuple[CollectiveKind, int], list[float]] = {}
+    for number in (number for number in range(2, ranks + 1) if ranks % number == 0):
+        groups = [dist.new_group(list(range(start, start + number))) for start in range(0, ranks, number)]
+        group = groups[dist.get_rank() // number]
+        for size in sizes.sent:
+            for kind, run in _calls(number, size, device, group).items():
+                seconds.setdefault((kind, number), []).append(_steady_seconds(run, device, sizes))
+    return seconds
+
+
+def _calls(
+    ranks: int, size: int, device: torch.device, group: dist.ProcessGroup | None
+) -> dict[CollectiveKind, Callable[[], object]]:
+    """Return the collectives of a group in which each rank's part has `size` bytes."""
+    part = torch.zeros(size // 4, device=device)
+    everything, turned = (torch.zeros(size // 4 * ranks, device=device) for _ in range(2))
+    parts = list(everything.chunk(ranks))
+    return {
+        "all_gather": partial(dist.all_gather, parts, part, group),
+        "reduce_scatter": partial(dist.reduce_scatter, part, parts, group=group),
+        "all_to_all": partial(dist.all_to_all_single, turned, everything, group=group),
+        "all_reduce": partial(dist.all_reduce, everything, group=group),
+    }
+
+
+def _steady_seconds(run: Callable[[], object], device: torch.device, sizes: Sizes, least: int = 5) -> float:
+    """Return the median time of a collective, within about `sizes.seconds`.
+
+    Rank 0 decides how often all ranks call it: their clocks differ, and another number would hang.
+    """
+    run()
+    dist.barrier()
+    count = torch.tensor([math.ceil(sizes.seconds / timed(run, device))], device=device)
+    dist.broadcast(count, 0)
     took = []
-    for _ in range(1 + times):
+    for _ in range(min(max(least, int(count)), 100)):
         dist.barrier()
         took.append(timed(run, device))
-    return statistics.median(took[1:])
+    return statistics.median(took)

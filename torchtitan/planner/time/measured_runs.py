@@ -153,7 +153,7 @@ DATA, COMPUTATION, UNEXPLAINED = "waiting for data", "computation", "what the mo
 COMPUTATION_PARTS = ("products", "attention", "memory", "optimizer")
 """Parts of the model (PARTS) that are computation."""
 FEWEST_RUNS = 4
-"""Fewer runs keep the usual interval: ten factors can fit them whatever the formula is worth."""
+"""Fewer runs keep the usual interval: eleven factors can fit them whatever the formula is worth."""
 
 
 def is_typical(record: Record) -> bool:

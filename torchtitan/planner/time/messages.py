@@ -11,7 +11,7 @@ from functools import cached_property
 from math import ceil, gcd, lcm, log2
 from typing import NamedTuple
 
-from torchtitan.core.hardware import Hardware, Link
+from torchtitan.core.hardware import CollectiveKind, Hardware, Link, MeasuredCollective
 from torchtitan.parallelisms.degrees import RINGS
 from torchtitan.parallelisms.fsdp_messages import PIECE
 from torchtitan.planner.plan import Plan, Workload
@@ -172,6 +172,10 @@ class MessageTime(NamedTuple):
         return MessageTime(factor * self.transfer, factor * self.latency)
 
 
+Line = Link | MeasuredCollective
+"""What has a latency and a reached bandwidth."""
+
+
 @dataclass(frozen=True)
 class Links:
     """The links of ranks, and the times of collectives over them."""
@@ -182,6 +186,27 @@ class Links:
     """To other machines."""
     machine: int
     """Ranks of the job in a machine."""
+    measured: Sequence[MeasuredCollective] = ()
+    """Rows for collectives. A message takes the nearest one of its kind, or else the figures of a link."""
+
+    @classmethod
+    def of(cls, hardware: Hardware) -> "Links":
+        """Return the links between the ranks of whole machines."""
+        rows = hardware.collectives.rows if hardware.collectives else ()
+        return cls(hardware.machine_link, hardware.network_link, hardware.devices_per_machine, rows)
+
+    def _figures(self, kind: CollectiveKind, group: float, members: float, size: float) -> tuple[Line, Line]:
+        """Return the latency and bandwidth inside and between machines of a message of `size` bytes of a group.
+
+        The group has `members` ranks in each machine.
+        """
+        if not self.measured:
+            return self.inside, self.between
+        figures: list[Line] = [self.inside, self.between]
+        for index, (ranks, machines) in enumerate(((members, 1), (group, group / members))):
+            if rows := [row for row in self.measured if row.kind == kind and (row.machines > 1) == (index == 1)]:
+                figures[index] = min(rows, key=lambda row: row.distance(ranks, machines, size))
+        return figures[0], figures[1]
 
     def _members(self, group: float, stride: int) -> int:
         """Return the number of ranks that each group with members `stride` ranks apart has in each of its machines.
@@ -190,14 +215,17 @@ class Links:
         """
         return 1 if self.machine % stride else gcd(int(group), self.machine // stride)
 
-    def gather(self, size: float, group: float, stride: int, messages: float = 1) -> MessageTime:
+    def gather(
+        self, size: float, group: float, stride: int, messages: float = 1, kind: CollectiveKind = "all_gather"
+    ) -> MessageTime:
         """Return the time to gather `size` bytes in `messages` around a ring of ranks that are `stride` ranks apart.
 
-        Members in the same machine share the machine's network cards. A reduce-scatter takes as long.
+        Members in the same machine share the machine's network cards. A reduce-scatter is a ring too.
         """
         if group <= 1 or size <= 0:
             return MessageTime()
-        members, link, network = self._members(group, stride), self.inside, self.between
+        members = self._members(group, stride)
+        link, network = self._figures(kind, group, members, size / messages)
         machines = group / members
         transfer = size * (members - 1) / members / link.reached_bandwidth
         if machines > 1:
@@ -209,9 +237,11 @@ class Links:
         """Return the time to sum `size` bytes: twice the bytes of `gather`, along a tree of the machines and back."""
         if group <= 1 or size <= 0:
             return MessageTime()
-        members, link, network = self._members(group, stride), self.inside, self.between
+        members = self._members(group, stride)
+        link, network = self._figures("all_reduce", group, members, size / messages)
         hops = (members - 1) * link.latency + log2(group / members) * network.latency
-        return MessageTime(2 * self.gather(size, group, stride).transfer, 2 * messages * hops)
+        ring = self.gather(size, group, stride, messages, "all_reduce")
+        return MessageTime(2 * ring.transfer, 2 * messages * hops)
 
     def exchange(self, size: float, group: float, stride: int, messages: float = 1) -> MessageTime:
         """Return the time of all-to-alls, in which a rank sends its part of `size` bytes to each of the others.
@@ -220,7 +250,8 @@ class Links:
         """
         if group <= 1 or size <= 0:
             return MessageTime()
-        members, link, network = self._members(group, stride), self.inside, self.between
+        members = self._members(group, stride)
+        link, network = self._figures("all_to_all", group, members, size / messages)
         inside = size * (members - 1) / group / link.reached_bandwidth
         between = size * (group - members) / group / network.reached_bandwidth
         hops = (members - 1) * link.latency + (group - members) * network.latency
@@ -238,7 +269,7 @@ class Links:
         if kind == "all_reduce":
             return links.all_reduce(total / 2, ranks, 1, calls)
         if kind in ("all_gather", "reduce_scatter"):
-            return links.gather(total, ranks, 1, calls)
+            return links.gather(total, ranks, 1, calls, "all_gather" if kind == "all_gather" else "reduce_scatter")
         if kind == "all_to_all":
             return links.exchange(total, ranks, 1, calls)
         return links.send(size, ranks, calls)
@@ -264,11 +295,8 @@ class MessageTimer:
     @cached_property
     def links(self) -> Links:
         """The links between the ranks of whole machines, with their factor."""
-        factor, links = self.calibration.factor("messages"), (self.hardware.machine_link, self.hardware.network_link)
-        inside, between = (
-            replace(link, bandwidth=link.bandwidth / factor, latency=link.latency * factor) for link in links
-        )
-        return Links(inside, between, self.hardware.devices_per_machine)
+        factor = self.calibration.factor("messages")
+        return Links.of(self.hardware.with_speeds(1 / factor, 1 / factor, factor))
 
     @property
     def overlap(self) -> bool:
@@ -291,7 +319,9 @@ class MessageTimer:
         messages: dict[str, MessageTime] = {}
         links, forwards = self.links_of(plan), 1 + replayed
         if plan.tp > 1:
-            messages["tp"] = links.gather(b * args.dim * tokens, plan.tp, 1).times(4 * (1 + forwards))
+            size = b * args.dim * tokens
+            both = links.gather(size, plan.tp, 1).and_then(links.gather(size, plan.tp, 1, kind="reduce_scatter"))
+            messages["tp"] = both.times(2 * (1 + forwards))
         if plan.cp > 1:
             forward, backward = self._attention_messages(plan, tokens)
             messages["cp"] = forward.times(forwards).and_then(backward)
@@ -363,7 +393,7 @@ class MessageTimer:
 
         def hops(numbers: float, group: float, stride: int, inner: int) -> MessageTime:
             if not workload.reduce_bits:
-                return links.gather(size * numbers, group, stride, blocks)
+                return links.gather(size * numbers, group, stride, blocks, "reduce_scatter")
             messages = blocks * max(1, ceil(numbers / blocks / PIECE))
             if inner == 1:
                 return links.exchange(size * numbers, group, stride, messages)
