@@ -2,9 +2,11 @@
 temporary name, and memory holds one layer at a time.
 """
 
+import io
 import json
 import math
 import shlex
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -315,3 +317,30 @@ def test_the_first_line_names_the_dtype_and_its_loss_of_precision(tmp_path, text
     assert 2**-9 < off <= 2**-8, "half of the last of 8 significant bits"
     assert export(run, tmp_path / "adapter", "--dtype=bfloat16") == 2
     assert "--dtype: given bfloat16; allowed: a dtype only with --merge" in capsys.readouterr().err
+
+
+def test_an_upload_is_asked_about_only_if_it_is_public(tmp_path, texts, bases, capsys, monkeypatch):
+    """The question comes before the export, and without a terminal the answer is no."""
+    run, uploads = train_run(tmp_path / "run", texts, bases["llama3"], adapter__kind="none", adapter__rank=128), []
+
+    def upload(folder, repo, public):
+        uploads.append((folder, repo, public))
+        return f"https://hub/{repo}"
+
+    monkeypatch.setattr("torchtitan.commands.export.upload", upload)
+    monkeypatch.setattr("torchtitan.commands.export.is_public", lambda repo, public: public)
+    assert export(run, tmp_path / "private", "--push=me/mine") == 0
+    assert uploads == [(tmp_path / "private", "me/mine", False)]
+    assert "uploaded: https://hub/me/mine" in capsys.readouterr().out
+    public = ("--push=me/mine", "--public")
+    monkeypatch.setattr("sys.stdin", io.StringIO("y"))
+    assert export(run, tmp_path / "public", *public) == 2
+    assert "--push me/mine: everyone could read it, which is asked on a terminal" in capsys.readouterr().err
+    monkeypatch.setattr("sys.stdin", SimpleNamespace(isatty=lambda: True))
+    monkeypatch.setattr("builtins.input", lambda question: "")
+    assert export(run, tmp_path / "public", *public) == 2 and not (tmp_path / "public").exists()
+    assert "--push me/mine: not confirmed; nothing was written" in capsys.readouterr().err
+    monkeypatch.setattr("builtins.input", lambda question: " Y ")
+    assert export(run, tmp_path / "public", *public) == 0 and uploads[1:] == [(tmp_path / "public", "me/mine", True)]
+    assert export(run, tmp_path / "none", "--public") == 2
+    assert "--public: allowed with --push only" in capsys.readouterr().err

@@ -222,7 +222,8 @@ NO_FILES_TO_READ = {
     *(("bench", "--sweep"), ("chat", "--system"), ("convert", "--add-tokens"), ("convert", "--eos-token")),
     *(("generate", "--prompt"), ("init", "file"), ("prepare", "--text-field"), ("presets", "arguments")),
     *(("presets", "--data"), ("schedule", "--schedule"), ("schedule", "--write-csv"), ("bench", "--hardware")),
-    *(("plan", "--gpu"), ("download", "source"), ("plan", "--from"), ("plan", "--plot"), ("plan", "--write")),
+    *(("export", "--push"), ("download", "source")),
+    *(("plan", "--gpu"), ("plan", "--from"), ("plan", "--plot"), ("plan", "--write")),
     *(("manifest", f"--{name}") for name in ("image", "volume", "shm", "time", "queue", "name")),
 }
 """Arguments for files that are written, which may be pipes, and for text that is no path."""

@@ -8,7 +8,16 @@ import pytest
 from tests.support.hub_server import hub_server
 from torchtitan.core import hub
 from torchtitan.core.errors import JobError
-from torchtitan.core.hub import Access, HubSource, as_source, local_path, recorded_commits, set_access
+from torchtitan.core.hub import (
+    Access,
+    HubSource,
+    as_source,
+    is_public,
+    local_path,
+    recorded_commits,
+    set_access,
+    upload,
+)
 
 constants = pytest.importorskip("huggingface_hub.constants")
 
@@ -115,6 +124,27 @@ def test_a_file_of_another_size_is_refused(server, monkeypatch):
     server.wrong_sizes["model.safetensors"] = 1000
     with pytest.raises(JobError, match="the transfer failed .*size"):
         local_path(NAME, "weights")
+
+
+def test_an_upload_creates_a_private_repository_of_all_but_the_record(server, tmp_path, monkeypatch):
+    (tmp_path / "out").mkdir()
+    for name in ("config.json", "model.safetensors", "export.json", ".hidden"):
+        (tmp_path / "out" / name).write_bytes(name.encode())
+    with pytest.raises(JobError, match="--push me/mine: no token for the hub; log in by"):
+        is_public("me/mine", False)
+    with pytest.raises(JobError, match="--push mine: allowed: owner/name; correct it"):
+        is_public("mine", False)
+    monkeypatch.setenv("HF_TOKEN", "hf_secret")
+    assert not is_public("me/mine", False) and is_public("me/mine", True)
+    assert upload(tmp_path / "out", "me/mine", False).endswith("me/mine")
+    assert server.private == {"me/mine": True} and not is_public("me/mine", True), "the repository decides"
+    *_, files = server.repos["models", "me/mine"].values()
+    assert files == {name: name.encode() for name in ("config.json", "model.safetensors")}
+    server.publish("models", "me/public", {})
+    assert is_public("me/public", False)
+    server.refused["models", "me/mine"] = (403, "")
+    with pytest.raises(JobError, match="--push me/mine: the hub refuses access .HTTP 403.; log in .* with the right"):
+        upload(tmp_path / "out", "me/mine", False)
 
 
 TOKEN = "log in by `hf auth login`, or set HF_TOKEN"

@@ -130,12 +130,14 @@ class _Handler(BaseHTTPRequestHandler):
             wish = json.loads(body)
             name = f"{wish['organization']}/{wish['name']}" if wish.get("organization") else f"me/{wish['name']}"
             if ("models", name) in hub.repos:
-                return self.answer(409, {"url": f"http://hub/{name}", "error": "exists"})
+                return self.answer(409, {"url": f"http://{self.headers['Host']}/{name}", "error": "exists"})
             hub.private[name] = wish.get("private", False) or wish.get("visibility") == "private"
             hub.publish("models", name, {})
-            return self.answer(200, {"url": f"http://hub/{name}", "id": name, "name": name})
+            return self.answer(200, {"url": f"http://{self.headers['Host']}/{name}", "id": name, "name": name})
         if match := _API.fullmatch(url):
             kind, name, action, _ = match.groups()
+            if (kind, name) in hub.refused:
+                return self.answer(hub.refused[kind, name][0], {"error": "refused"})
             if action == "preupload":
                 files = [
                     {"path": file["path"], "uploadMode": "regular", "shouldIgnore": False}
@@ -147,7 +149,7 @@ class _Handler(BaseHTTPRequestHandler):
                 entries = [line["value"] for line in lines if line["key"] == "file"]
                 files = {entry["path"]: base64.b64decode(entry["content"]) for entry in entries}
                 commit = hub.publish(kind, name, files)
-                about = {"commitUrl": f"http://hub/{name}/commit/{commit}", "commitOid": commit}
+                about = {"commitUrl": f"http://{self.headers['Host']}/{name}/commit/{commit}", "commitOid": commit}
                 return self.answer(200, about | {"pullRequestUrl": None})
         if url == "/api/validate-yaml":
             return self.answer(200, {"errors": [], "warnings": []})

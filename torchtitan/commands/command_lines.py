@@ -352,6 +352,10 @@ def _export() -> CommandParser:
     parser = CommandParser("export", details)
     _add_checkpoint(parser)
     parser.add_argument("--to", required=True, metavar="FOLDER", help="folder to write, which must not exist")
+    push = "repository of the Hugging Face Hub to upload the folder to; a new one is private"
+    parser.add_argument("--push", metavar="OWNER/NAME", help=push)
+    public = "create a repository that everyone can read; asks first"
+    parser.add_argument("--public", action="store_true", help=public)
     formats = "hf: a Hugging Face folder (default), gguf: a file for llama.cpp and a Modelfile for Ollama"
     parser.add_argument("--format", type=OneOf(("hf", "gguf")), default="hf", metavar="{hf,gguf}", help=formats)
     parser.add_argument("--merge", action="store_true", help="write the whole model, with the adapter merged into it")

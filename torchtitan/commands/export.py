@@ -11,6 +11,7 @@ one layer at a time are in memory. Without --merge, a run with an adapter writes
 adapters of its kind (mostly peft's). That is refused if the run trained other parameters too.
 """
 
+import argparse
 import json
 import shlex
 import shutil
@@ -34,6 +35,7 @@ from torchtitan.checkpoint.weight_sources import Weights, open_weights
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.core.errors import JobError, format_bytes
+from torchtitan.core.hub import is_public, upload
 from torchtitan.core.plugins import COMMAND_OPTIONS, loaded_plugin
 from torchtitan.job import ResolvedJob
 from torchtitan.job.model import JobModel
@@ -55,6 +57,7 @@ MAX_TOKENS = 128
 """Maximum length of the sample that an export is verified on, in tokens."""
 UNVERIFIED = 1
 RECORD = "export.json"
+YES = ("y", "yes")
 CAUSAL_CLASSES = ("ForCausalLM", "LMHeadModel")
 """Ends of the names of transformers' classes that vLLM generates text with."""
 
@@ -71,6 +74,28 @@ def main(argv: list[str]) -> int:
     target = Path(options.to)
     if target.exists():
         raise JobError(f"--to {target}: exists; give another directory")
+    if options.public and not options.push:
+        raise JobError("--public: allowed with --push only")
+    if options.push:
+        confirm_push(options.push, options.public)
+    code = write_export(options, target)
+    if options.push and code == 0:
+        print(f"uploaded: {upload(target, options.push, options.public)}")
+    return code
+
+
+def confirm_push(repo: str, public: bool) -> None:
+    """Ask whether an export is to be uploaded for everyone to read. Raises JobError without a yes."""
+    if not is_public(repo, public):
+        return
+    if not sys.stdin.isatty():
+        raise JobError(f"--push {repo}: everyone could read it, which is asked on a terminal; start it there")
+    if input(f"everyone will be able to read {repo}; upload the export to it? [y/N] ").strip().lower() not in YES:
+        raise JobError(f"--push {repo}: not confirmed; nothing was written")
+
+
+def write_export(options: argparse.Namespace, target: Path) -> int:
+    """Write what the options ask for. Return the exit code."""
     plugin = loaded_plugin(COMMAND_OPTIONS, "--format") if options.format == "gguf" else None
     job, step_folder = find_checkpoint(Path(options.folder), options.config, best=options.best)
     if options.merge or job.config.adapter.kind == NONE:

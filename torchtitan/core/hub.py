@@ -293,3 +293,38 @@ def recorded_commits(text: str) -> dict[str, str]:
         assert source.revision is not None
         commits[replace(source, revision=None).key] = source.revision
     return commits
+
+
+NOT_UPLOADED = ["export.json", ".*"]
+"""Files of an export that are not uploaded: the record has paths of this machine."""
+
+
+def is_public(repo: str, public: bool) -> bool:
+    """Return True if an upload to this repository would be public: by `public`, or because the repository is.
+
+    Raises JobError for a name that is none, without a token, and if the hub refuses to answer.
+    """
+    require_client(f"--push {repo}")
+    import huggingface_hub
+    from huggingface_hub.errors import RepositoryNotFoundError
+
+    if re.fullmatch(r"[\w.-]+/[\w.-]+", repo) is None:
+        raise JobError(f"--push {repo}: allowed: owner/name; correct it")
+    if huggingface_hub.get_token() is None:
+        raise JobError(f"--push {repo}: no token for the hub; log in by `hf auth login`, or set HF_TOKEN")
+    with translated_errors(f"--push {repo}"):
+        try:
+            return not huggingface_hub.HfApi().repo_info(repo).private
+        except RepositoryNotFoundError:
+            return public
+
+
+def upload(folder: Path, repo: str, public: bool) -> str:
+    """Upload a folder to a model repository, created if there is none, and return its address. Raises JobError."""
+    import huggingface_hub
+
+    api = huggingface_hub.HfApi()
+    with translated_errors(f"--push {repo}"):
+        url = api.create_repo(repo, private=not public, exist_ok=True)
+        api.upload_folder(repo_id=repo, folder_path=folder, ignore_patterns=NOT_UPLOADED)
+    return str(url)
