@@ -67,6 +67,7 @@ OPTIONS = (ESSENTIAL + OPTIONAL + UNSUPPORTED).split()
 FULL = {"base_model": "llama", "datasets": [{"path": "a.jsonl"}], "learning_rate": 1e-4, "max_steps": 100}
 LORA = FULL | {"adapter": "lora", "lora_target_linear": True, "lora_r": 8, "lora_alpha": 16}
 HELD_OUT = FULL | {"val_set_size": 0.1}
+STREAM = FULL | {"pretraining_dataset": [{"path": "owner/text"}], "datasets": None}
 
 
 @pytest.fixture(scope="module")
@@ -290,6 +291,10 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
         FULL,
         {"task.kind": None, "training.dataset": "huggingface", "training.dataset_path": "owner/text"},
     ),
+    ({"sample_packing": True}, STREAM, {"training.document_mask": True}),
+    ({"pretrain_multipack_attn": True}, STREAM, {}),
+    ({"sample_packing": True, "pretrain_multipack_attn": False}, STREAM, {}),
+    ({"chat_template": "qwen3"}, FULL | {"base_model": "my/qwen3_tuned"}, {}),
     ({"rl": "dpo"}, FULL, {"task.kind": "dpo"}),
     (  # Axolotl counts pairs too
         {"rl": "dpo", "micro_batch_size": 3, "gradient_accumulation_steps": 4},

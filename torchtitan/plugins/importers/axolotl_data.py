@@ -9,6 +9,7 @@ from typing import Any
 
 from torchtitan.config.options import hint
 from torchtitan.core.errors import JobError
+from torchtitan.models import CONFIG_CONVERTERS
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.plugins.importers.axolotl_options import ENTRY_KEYS, UNSET
 from torchtitan.plugins.importers.translation import JobDraft, Options
@@ -109,7 +110,10 @@ class DataTranslation:
         for name in ("datasets", "test_datasets", "val_set_size", "dataset_shard_num"):
             if self.options[name]:
                 self.refuse(name, self.options[name], "nothing with pretraining_dataset", "drop one of the two")
-        self.note("documents are packed end to end; training.document_mask = true keeps them apart")
+        if self.options["sample_packing"] and self.options["pretrain_multipack_attn"] is not False:
+            self.values["training.document_mask"] = True
+        else:
+            self.note("documents are packed end to end; training.document_mask = true keeps them apart")
         self.note(f"pretraining_dataset: {SPELLED_TOKENS}")
 
     def _records(self) -> None:
@@ -365,9 +369,12 @@ class DataTranslation:
                 self.refuse("chat_template", template, allowed, hint(template, TEMPLATES))
 
     def _is_of_model(self, template: str) -> bool:
-        """Return True if a template is named after the model to train, by the last part of the model's name."""
+        """Return True if a template is named after the model to train: its type, or the last part of its name."""
         model = (self.options["base_model"] or "").rstrip("/").rpartition("/")[2].lower()
-        return any(map(model.startswith, MODELS_OF_TEMPLATES.get(template, "").split()))
+        family = self.values.get("model.name")
+        model_types = CONFIG_CONVERTERS[family].model_types if family else ()
+        is_of_family = template.replace("_", "") in [name.replace("_", "") for name in model_types]
+        return is_of_family or any(map(model.startswith, MODELS_OF_TEMPLATES.get(template, "").split()))
 
 
 def entry_of(raw_entry: Any, label: str, draft: JobDraft) -> Mapping[str, Any] | None:

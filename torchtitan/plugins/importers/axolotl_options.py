@@ -136,7 +136,10 @@ DATA: dict[str, Setting] = {
     **same("chat_template chat_template_jinja train_data_uri val_data_uri", Setting("text")),
     "eot_tokens": _note("any", "a turn ends with the special token that the template writes after it"),
     "default_system_message": Setting("text", to="data.default_system"),
-    **same("train_on_inputs sample_packing pad_to_sequence_len group_by_length", Setting("bool")),
+    **same("streaming streaming_multipack_buffer_size", _note("any", "records of a task are read before the run")),
+    **same(
+        "pretrain_multipack_attn train_on_inputs sample_packing pad_to_sequence_len group_by_length", Setting("bool")
+    ),
     **same(
         "dataset_exact_deduplication", _refusal("bool", "records are not compared: remove repeated ones from the data")
     ),
