@@ -1,6 +1,7 @@
 """Families of gated decoders against transformers: logits, every gradient, names, folders and configs."""
 
 import dataclasses
+import json
 import sys
 from contextlib import nullcontext
 
@@ -26,6 +27,7 @@ from torchtitan.adapters.low_rank import LoRA
 from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES
+from torchtitan.models.hf.save import build_extra_files, read_source
 from torchtitan.models.sizes import STACK
 from torchtitan.models.spec import MODELS
 
@@ -65,6 +67,19 @@ def test_configs_go_both_ways_and_through_transformers(family, flavor, tmp_path)
     config_class = CONFIG_MAPPING[hf.config_to_hf(args)["model_type"]]
     for stored in configs(args, hf, config_class, tmp_path):
         assert hf.config.args_from_config(stored) == args
+
+
+@pytest.mark.parametrize("shape", GATED)
+def test_an_export_with_the_config_of_its_source_is_the_same_model(shape, tmp_path):
+    """Here and in transformers, which reads what it wrote before and what has been written in its place."""
+    spec, args, _, config_class = parts(shape)
+    config_class(**spec.hf.config_to_hf(args)).save_pretrained(tmp_path)
+    source = read_source(tmp_path)
+    options = dict(source=source, tokenizer_files={}, bos_id=None, end_ids=[])
+    config = json.loads(build_extra_files(spec.hf.config, args, torch.bfloat16, **options)["config.json"])
+    for written in (config, json.loads(config_class(**config).to_json_string(use_diff=False))):
+        written = {key: value for key, value in written.items() if key in {*config, *source.config}}
+        assert spec.hf.config.differing_fields(spec.hf.config.args_from_config(written), args) == []
 
 
 @pytest.mark.parametrize("shape", GATED)

@@ -251,9 +251,9 @@ def _write_values(path: Path, header: bytes, tensor_map: TensorMap, values: Iter
 SOURCE_ONLY_FIELDS = ("quantization_config", "auto_map", "transformers_version", "_name_or_path", "dtype")
 """Fields that describe the source's files (8 bits, code, author) and do not apply to the written ones."""
 REWRITTEN_FIELDS = ("torch_dtype", "rope_theta", "rope_scaling", "rope_local_base_freq", "num_nextn_predict_layers")
-REWRITTEN_FIELDS += ("tie_word_embeddings",)
-"""Fields that `ConfigConverter.to_hf` always rewrites: in a spelling for older programs, the number of depths, and
-whether there is a head of its own, which the tensors decide."""
+REWRITTEN_FIELDS += ("tie_word_embeddings", "rope_parameters", "partial_rotary_factor")
+"""Fields that `ConfigConverter.to_hf` always rewrites: in a spelling for older programs, if there is one, the number of
+depths, and whether there is a head of its own, which the tensors decide."""
 TASK_FIELDS = ("architectures", "id2label", "label2id")
 """Fields of the model's task, which may differ from the source's."""
 CLASS_PREFIXES = {"xlm-roberta": "XLMRoberta", "camembert": "Camembert"}
