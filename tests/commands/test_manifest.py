@@ -82,13 +82,15 @@ def test_a_pod_deletes_the_lock_of_its_own_name_and_starts_the_launcher(capsys, 
     host = os.uname().nodename
     (folder / "run.lock.1").write_text(f'{{"host": "{host}", "machine": ""}}')
     (folder / "run.lock.2").write_text(f'{{"host": "{host}-1", "machine": ""}}')
-    program = tmp_path / "python3"
-    program.write_text('#!/bin/sh\necho "$@"\n')
-    program.chmod(0o755)
+    programs = {"python3": 'echo "$@"', "getent": f"[ -e {tmp_path}/asked ] || {{ touch {tmp_path}/asked; exit 2; }}"}
+    for name, text in programs.items():
+        (tmp_path / name).write_text(f"#!/bin/sh\n{text}\n")
+        (tmp_path / name).chmod(0o755)
     environment = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
     done = subprocess.run(container["command"], env=environment, capture_output=True, text=True)
     assert done.stdout == "-m torchtitan.launch 8 --job.config_file /job/job.toml\n", done.stderr
     assert [path.name for path in folder.iterdir()] == ["run.lock.2"]
+    assert (tmp_path / "asked").exists()  # it has waited until the first pod's name resolves
 
 
 def test_a_batch_script_for_slurm(capsys):
