@@ -271,6 +271,9 @@ def test_models_that_llama_cpp_computes_differently_are_refused_before_anything_
     known = "allowed: causal models of llama, mistral, qwen2, qwen3, qwen3_moe"
     assert f"given OPTForCausalLM (opt); {known}" in refused(model_type="opt", architectures=["OPTForCausalLM"])
     assert "norm_topk_prob = False; allowed: True" in refused(norm_topk_prob=False)
+    assert "mlp_bias = True; allowed: False" in refused(
+        model_type="llama", architectures=["LlamaForCausalLM"], mlp_bias=True
+    )
     linear = {"rope_type": "linear", "factor": 2.0}
     assert "rope_scaling of the kind linear; allowed: none, or llama3" in refused(rope_scaling=linear)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -48,7 +48,7 @@ class Architecture:
 
 
 ARCHITECTURES = {
-    "llama": Architecture("llama", adjacent_pairs=True),
+    "llama": Architecture("llama", adjacent_pairs=True, only={"attention_bias": False, "mlp_bias": False}),
     "mistral": Architecture("llama", adjacent_pairs=True),
     "qwen2": Architecture("qwen2", only={"use_sliding_window": False}),
     "qwen3": Architecture("qwen3", only={"use_sliding_window": False}),
