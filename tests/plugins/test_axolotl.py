@@ -476,6 +476,7 @@ WRONG = [  # an option, its value, the job it is added to, and a part of the err
     ("datasets", [], FULL, "at least one entry"),
     ("adapter", "llama-adapter", FULL, "lora, qlora or dora"),
     ("load_in_4bit", True, LORA, "or adapter: qlora"),
+    ("load_in_4bit", False, LORA | {"adapter": "qlora"}, "true with adapter: qlora"),
     ("load_in_8bit", True, FULL, "or adapter: lora"),
     ("peft_use_dora", True, LORA | {"adapter": "qlora"}, "not quantized"),
     ("lora_target_modules", ["wide"], LORA | {"lora_target_linear": False}, "q_proj"),

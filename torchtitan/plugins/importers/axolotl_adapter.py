@@ -32,6 +32,8 @@ class AdapterTranslation:
             if options[name] and kind != required_kind:
                 allowed = f"false, or adapter: {required_kind}"
                 self.refuse(name, True, allowed, "weights are only quantized below an adapter")
+        if kind == "qlora" and options["load_in_4bit"] is False:
+            self.refuse("load_in_4bit", False, "true with adapter: qlora, as Axolotl demands", "or give adapter: lora")
         if kind not in ("lora", "qlora", "dora"):
             self._no_adapter(kind)
             return
