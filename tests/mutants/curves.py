@@ -3,15 +3,18 @@
     python -m tests.mutants.curves examine ROW     a row of the table as JSON, e.g. {"ranks": 2, "tp": 2}
     python -m tests.mutants.curves obstacle ROW    why no job can show the row, or ""
 
-Prints the results of three methods as JSON. curve: a logged loss differs from the one device's by more than 0.5 %,
+Prints the results of four methods as JSON. curve: a logged loss differs from the one device's by more than 0.5 %,
 which others accept as parity. guards: the run ends in an error or reports one, with replicas compared every ten steps.
-check: the rules refuse the job, or the estimate fails. Rows with settings that are no options of a job are skipped.
+check: the rules refuse the job, or the estimate fails. replay: `torchtitan replay --under` finds that the third step of
+the job on one device differs under the plan. Rows with settings that are no options of a job are skipped.
 """
 
+import io
 import json
 import sys
 import tempfile
 import time
+from contextlib import redirect_stdout
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +22,11 @@ from tests.plans.combinations import Combination
 from tests.plans.combinations_optimizers import KINDS
 from tests.support import jobs
 from tests.support.table_rows import MICRO_SIZE, MICRO_SIZES
+from torchtitan import cli
 from torchtitan.config.manager import load
+from torchtitan.config.sections.model import Parallelism
 from torchtitan.models import SIZES
+from torchtitan.parallelisms.degrees import AXIS_OPTIONS
 from torchtitan.rules import check
 
 STEPS, SAMPLES, VOCABULARY = 100, 8, 264
@@ -127,7 +133,8 @@ def examine(row: Combination) -> dict[str, dict[str, Any]]:
         checked = round(time.monotonic() - start, 1)
         if faults:
             refused = {"found": True, "seconds": checked, "by": str(faults[0])[:200]}
-            return {"check": refused, **dict.fromkeys(("curve", "guards"), {"skipped": "the mutated rules refuse it"})}
+            skipped = {"skipped": "the mutated rules refuse it"}
+            return {"check": refused, **dict.fromkeys(("curve", "guards", "replay"), skipped)}
         got, problem = losses(argv, folders[0], row.ranks)
         if not got:  # what ended by a guard has no curve
             unguarded = Path(name, "unguarded")
@@ -136,12 +143,30 @@ def examine(row: Combination) -> dict[str, dict[str, Any]]:
         expected, _ = losses(on_one_device, folders[1], 1)
         gaps = [abs(a - b) / abs(b) for a, b in zip(got, expected, strict=False)]
         seconds = round(time.monotonic() - start, 1)
+        replayed = replay(row, folders[1])
     gap = max(gaps, default=0.0)
     return {
         "curve": {"found": gap > PARITY or not got, "seconds": seconds} | _described(gap, got),
         "guards": {"found": bool(problem), "seconds": seconds, "by": problem[:200]},
         "check": {"found": False, "seconds": checked},
+        "replay": replayed,
     }
+
+
+def replay(row: Combination, run: Path) -> dict[str, Any]:
+    """Return the result of the replay of a step of the job on one device under the row's plan."""
+    start, out = time.monotonic(), io.StringIO()
+    degrees = ",".join(f"{axis}={getattr(row, axis)}" for axis in AXIS_OPTIONS if getattr(row, axis) > 1)
+    options = {name: value for name, value in plan_options(row).items() if not name.endswith("_degree")}
+    defaults = vars(Parallelism())
+    changed = {name: value for name, value in options.items() if defaults[name.split("__")[1]] != value}
+    arguments = [f"--{name.replace('__', '.')}={str(value).lower()}" for name, value in changed.items()]
+    with redirect_stdout(out):
+        code = cli.main(["replay", str(run), "--step=3", f"--under={degrees}", "--timeout=120", *arguments])
+    lines = [line for line in out.getvalue().splitlines() if "DIFFERS" in line or "first tensor" in line]
+    kind = {} if lines or not code else {"kind": "hangs" if "did not end" in out.getvalue() else "raises"}
+    by = lines[-1].strip()[:200] if lines else ""
+    return {"found": code != 0, "seconds": round(time.monotonic() - start, 1), "by": by} | kind
 
 
 def _described(gap: float, got: list[float]) -> dict[str, str]:

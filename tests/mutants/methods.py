@@ -1,8 +1,8 @@
 """The methods that look for a mutant: each runs tests of this repository in the mutated copy, up to the first failure.
 
 `table` runs the rows of the table of combinations that the ordinary run takes, `modules` the ordinary tests of the
-modules that own the changed code, `full` the other rows of the table, `plans` the random plans, and `curve`, `guards`
-and `check` a job of a hundred steps (curves.py).
+modules that own the changed code, `full` the other rows of the table, `plans` the random plans, `curve`, `guards` and
+`check` a job of a hundred steps, and `replay` a step of it under the plan (curves.py).
 """
 
 import json
@@ -132,7 +132,7 @@ def judged(report: ElementTree.Element, ids: Sequence[str]) -> Result:
     return {"found": True, "by": by, "kind": kind, "tried": len(cases)}
 
 
-JOB_METHODS = ("curve", "guards", "check")
+JOB_METHODS = ("curve", "guards", "check", "replay")
 """Methods that need a job: curves.py runs it under a plan and on one device."""
 
 
