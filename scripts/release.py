@@ -21,7 +21,10 @@ import tomli
 import yaml
 
 ROOT = Path(__file__).resolve().parent.parent
-OLD_JOB = '[model]\nname = "llama3"\nflavor = "debugmodel"\n[training]\ndataset = "python_stdlib"\nbatch_size = 2\n'
+OLD_JOB = (
+    '[model]\nname = "llama3"\nflavor = "debugmodel"\ntokenizer_path = "debug"\n'
+    '[training]\ndataset = "python_stdlib"\nbatch_size = 2\n'
+)
 """What README calls old.toml: a job of PyTorch's torchtitan of July 2024."""
 
 
