@@ -9,6 +9,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
+from tests.support.family_folders import BY_MODEL_TYPE
 from tests.support.hf_parity import build, close
 from tests.support.jobs import arguments, train, write_texts
 from tests.support.judged import lines
@@ -126,9 +127,7 @@ PUBLISHED = {
 
 @pytest.mark.parametrize("model_type", PUBLISHED)
 def test_keys_of_published_configs_and_of_both_versions_of_transformers_are_known(model_type, tmp_path):
-    from tests.models.test_mutated_folders import SHAPES
-
-    args = SHAPES[model_type]
+    args = BY_MODEL_TYPE[model_type]
     converter = next(family.config for family in FAMILIES.values() if model_type in family.config.model_types)
     config = converter.to_hf(args) | {"bos_token_id": 1, "eos_token_id": [2, 3], "pad_token_id": 1}
     config |= PUBLISHED[model_type]
@@ -147,17 +146,13 @@ def test_keys_of_published_configs_and_of_both_versions_of_transformers_are_know
     ],
 )
 def test_keys_that_only_some_published_models_have_are_known(model_type, keys):
-    from tests.models.test_mutated_folders import SHAPES
-
     converter = next(family.config for family in FAMILIES.values() if model_type in family.config.model_types)
-    config = converter.to_hf(SHAPES[model_type])
+    config = converter.to_hf(BY_MODEL_TYPE[model_type])
     assert converter.args_from_config(config | keys) == converter.args_from_config(config)
 
 
 def test_a_model_without_the_norms_of_its_family_is_refused():
-    from tests.models.test_mutated_folders import SHAPES
-
-    config = MODELS["qwen3_moe"].hf.config.to_hf(SHAPES["qwen3_moe"])
+    config = MODELS["qwen3_moe"].hf.config.to_hf(BY_MODEL_TYPE["qwen3_moe"])
     with pytest.raises(JobError, match="use_qk_norm = False"):
         MODELS["qwen3_moe"].hf.config.args_from_config(config | {"use_qk_norm": False})
 

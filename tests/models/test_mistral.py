@@ -99,7 +99,7 @@ def test_a_saved_folder_loads_here_and_in_transformers(shape, shard_bytes, tmp_p
         ({"model_type": "mixtral"}, "model_type = 'mixtral', but this model is one of mistral, ministral3"),
         ({"intermediate_size": None}, "no whole number above 0 for intermediate_size"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu', but this model only has 'silu'"),
-        ({"sliding_window": -3}, "sliding_window = -3: must not be negative"),
+        ({"sliding_window": -3}, "sliding_window = -3; allowed: a number of tokens, or null"),
         ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rotary scaling.*dynamic.*allowed are none"),
     ],
 )

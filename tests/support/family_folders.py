@@ -52,3 +52,7 @@ SHAPES = {
     shape: (args, CONFIG_MAPPING[CONFIG_CONVERTERS[shape.split()[0]].to_hf(args)["model_type"]])
     for shape, args in GATED.items()
 }
+BY_MODEL_TYPE = {
+    CONFIG_CONVERTERS[shape.split()[0]].to_hf(args)["model_type"]: args for shape, (args, _) in reversed(SHAPES.items())
+}
+"""The sizes of the first shape with each model_type of config.json."""

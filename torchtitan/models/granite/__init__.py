@@ -56,7 +56,7 @@ def _to_hf(args: GraniteArgs, dtype: Any = "float32") -> dict[str, Any]:
 
 def _from_hf(config: Mapping[str, Any]) -> GraniteArgs:
     check_supported(config, {"hidden_act": "silu"})
-    sizes = gated_sizes(config, 2048, kv_heads=config["num_attention_heads"])
+    sizes = gated_sizes(config, 2048)
     factors = {name: read_number(config, key, 1.0) for name, key in FACTORS.items()}
     return GraniteArgs(**sizes, **factors, **read_biases(config))
 

@@ -319,6 +319,17 @@ def read_number(config: Mapping[str, Any], name: str, default: Number, null: Num
         raise JobError(f"{name} = {value!r}; allowed: {allowed}; correct it, or leave it out for {default}") from None
 
 
+def read_window(config: Mapping[str, Any], default: int, nullable: bool = True) -> int:
+    """Return the number of tokens of `sliding_window`; 0 for none, which null stands for if the family has such models.
+
+    `default`: transformers' for an absent key. Raises JobError for anything else.
+    """
+    window = read_number(config, "sliding_window", default, null=0 if nullable else None)
+    if window < 1 and config.get("sliding_window") is not None:
+        raise JobError(f"sliding_window = {window}; allowed: a number of tokens{', or null for none' * nullable}")
+    return window
+
+
 def read_flag(config: Mapping[str, Any], name: str, default: bool) -> bool:
     """Return a flag of a config; `default` if the key is absent. Raises JobError for anything but true and false."""
     value = config.get(name, default)
@@ -464,23 +475,23 @@ def read_biases(config: Mapping[str, Any]) -> dict[str, bool]:
 def gated_sizes(
     config: Mapping[str, Any],
     max_seq_len: int,
-    kv_heads: int,
+    kv_heads: int | None = None,
     head_dim: int | None = None,
     head_dim_may_be_null: bool = False,
     theta: float = 10000.0,
 ) -> dict[str, Any]:
     """Return the arguments of `GatedArgs` that `gated_config` writes.
 
-    `max_seq_len`, `kv_heads`, `head_dim` and `theta` are transformers' defaults for absent keys; `head_dim` of None is
-    the width divided by the number of heads, and in some families so is null. Null key/value heads are as many as query
-    heads. Raises JobError for a bad number.
+    `max_seq_len`, `kv_heads`, `head_dim` and `theta` are transformers' defaults for absent keys. `kv_heads` of None is
+    as many as query heads, and so is null in the file; `head_dim` of None is the width divided by the number of heads,
+    and in some families so is null in the file. Raises JobError for a bad number.
     """
     sizes = decoder_sizes(config, max_seq_len, "intermediate_size", theta=theta)
     heads = sizes["n_heads"]
     head_dim = head_dim or sizes["dim"] // heads
     return sizes | {
         "rope_scaling": scaling_from_hf(config),
-        "n_kv_heads": read_number(config, "num_key_value_heads", kv_heads, null=heads),
+        "n_kv_heads": read_number(config, "num_key_value_heads", kv_heads or heads, null=heads),
         "head_dim": read_number(config, "head_dim", head_dim, null=head_dim if head_dim_may_be_null else None),
         "ffn_dim": config["intermediate_size"],
     }

@@ -70,7 +70,9 @@ def read_interval(
 
 def rope_of_kind(config: Mapping[str, Any], kind: str) -> Any:
     """Return the entry of rope_parameters for a kind of layers. Raises JobError for other entries."""
-    tables = config.get("rope_parameters") or {}
+    tables = config.get("rope_parameters")
+    if tables is None:
+        return None
     if not isinstance(tables, Mapping) or tables.keys() - {SLIDING, FULL}:
         raise JobError(f"rope_parameters = {tables!r}; allowed: an object with {SLIDING} and {FULL}")
     return tables.get(kind)

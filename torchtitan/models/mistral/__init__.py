@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigConverter, Family
-from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_number
+from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_number, read_window
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.hf.layer_kinds import FULL, SLIDING, only_layer_type
 from torchtitan.models.sizes import DEBUG, GatedArgs, RopeScaling, check_positive
@@ -87,12 +87,12 @@ def _without_growth(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
 
 
 def _from_hf(config: Mapping[str, Any]) -> MistralArgs:
-    config, growth = _without_growth(config) if config["model_type"] == "ministral3" else (config, {})
+    grows = config["model_type"] == "ministral3"
+    config, growth = _without_growth(config) if grows else (config, {})
     check_supported(config, {"hidden_act": "silu", "attention_bias": False})
-    sizes = gated_sizes(config, 131072, kv_heads=8, head_dim_may_be_null=True)
-    window = read_number(config, "sliding_window", 4096, null=0)  # absent: transformers' default; null: none
-    if window == 0 and config["sliding_window"] is not None:
-        raise JobError("sliding_window = 0; allowed: a number of tokens, or null for none")
+    head_dim = 128 if grows else None
+    sizes = gated_sizes(config, 131072, kv_heads=8, head_dim=head_dim, head_dim_may_be_null=not grows)
+    window = read_window(config, 4096)
     # with layer_types, even null, transformers reads a Ministral, which has the window in some of the layers
     kind = only_layer_type(config)
     if kind == SLIDING and not window:

@@ -7,13 +7,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import (
     check_supported,
     decoder_config,
     decoder_sizes,
     read_number,
+    read_window,
     rotary_config,
     scaling_from_hf,
 )
@@ -65,8 +65,6 @@ def _to_hf(args: MixtralArgs, dtype: Any = "float32") -> dict[str, Any]:
 
 def _from_hf(config: Mapping[str, Any]) -> MixtralArgs:
     check_supported(config, {"hidden_act": "silu", "router_jitter_noise": 0.0})
-    if config.get("sliding_window") == 0:
-        raise JobError("sliding_window = 0; allowed: a number of tokens, or null for none")
     numbers = ("intermediate_size", "num_local_experts", "num_experts_per_tok")
     sizes = decoder_sizes(config, 131072, *numbers, theta=1000000.0, norm_eps=1e-5)
     heads = sizes["n_heads"]
@@ -80,7 +78,7 @@ def _from_hf(config: Mapping[str, Any]) -> MixtralArgs:
         n_experts=config["num_local_experts"],
         top_k=config["num_experts_per_tok"],
         aux_loss_weight=read_number(config, "router_aux_loss_coef", 0.001),
-        sliding_window=read_number(config, "sliding_window", 0, null=0),
+        sliding_window=read_window(config, 0),
     )
 
 

@@ -1,16 +1,13 @@
-"""OLMo 2 and 3: arguments, published sizes, and conversion from and to config.json (Olmo2Config, Olmo3Config).
-
-No torch here, so `torchtitan check` stays quick.
-"""
+"""OLMo 2 and 3: arguments, published sizes, and conversion from and to config.json. No torch, for a quick check."""
 
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchtitan.models.family import ConfigConverter, Family
-from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_flag, read_number, rope_config
+from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_flag, read_window, rope_config
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
-from torchtitan.models.hf.layer_kinds import FULL, SLIDING, every_nth, read_interval, rope_of_kind
+from torchtitan.models.hf.layer_kinds import FULL, SLIDING, check_full_attention, every_nth, read_interval, rope_of_kind
 from torchtitan.models.sizes import DEBUG, GatedArgs, Rope
 
 
@@ -45,9 +42,8 @@ OLMO2 = {
 }
 OLMO3 = {
     "debugmodel": OlmoArgs(**DEBUG, sliding_window=64, global_interval=3),
-    "7B": OlmoArgs(
-        **_7b, vocab_size=100278, sliding_window=4096, max_seq_len=8192
-    ),  # before its training on long texts
+    # before its training on long texts
+    "7B": OlmoArgs(**_7b, vocab_size=100278, sliding_window=4096, max_seq_len=8192),
 }
 
 
@@ -69,12 +65,15 @@ def _to_hf(args: OlmoArgs, dtype: Any = "float32") -> dict[str, Any]:
 
 def _from_hf(config: Mapping[str, Any]) -> OlmoArgs:
     check_supported(config, {"hidden_act": "silu"})
-    heads, windows = config["num_attention_heads"], {}
-    if config["model_type"] == "olmo3":
-        config, windows["sliding_window"] = _rope_of_full_layers(config), read_number(config, "sliding_window", 4096)
-        windows["global_interval"] = read_interval(config, config["num_hidden_layers"], "layer_types", "", 4)
-    theta = 500000.0 if windows else 10000.0
-    sizes = gated_sizes({"rms_norm_eps": 1e-5} | config, 2048, kv_heads=heads, theta=theta)
+    has_windows, windows = config["model_type"] == "olmo3", {}
+    if has_windows:
+        config = _rope_of_full_layers(config)
+    sizes = gated_sizes({"rms_norm_eps": 1e-5} | config, 2048, theta=500000.0 if has_windows else 10000.0)
+    if not has_windows:
+        check_full_attention(config)
+    else:
+        windows["sliding_window"] = read_window(config, 4096, nullable=False)
+        windows["global_interval"] = read_interval(config, sizes["n_layers"], "layer_types", "", 4)
     return OlmoArgs(**sizes, **windows, attention_bias=read_flag(config, "attention_bias", False))
 
 

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigConverter, Family
-from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_number
+from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_number, read_window
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.sizes import DEBUG, GatedArgs
 
@@ -66,11 +66,12 @@ def _from_hf(config: Mapping[str, Any]) -> Phi3Args:
                 f"rotary positions of type {kind!r}, in which the factor of each feature depends on the length of the "
                 "text, are not supported; allowed: a Phi without them, such as Phi-3-mini-4k or phi-4"
             )
-    sizes = gated_sizes(config, 4096, kv_heads=config["num_attention_heads"])
-    window = read_number(config, "sliding_window", 0, null=0)
-    if window == 0 and config.get("sliding_window") is not None:
-        raise JobError("sliding_window = 0; allowed: a number of tokens, or null for none")
-    return Phi3Args(**sizes | {"norm_eps": read_number(config, "rms_norm_eps", 1e-5)}, sliding_window=window)
+    # transformers reads both in every Phi, whose rotary positions then have no part without them
+    read_number(config, "original_max_position_embeddings", 4096)
+    read_number(config, "partial_rotary_factor", 1.0)
+    sizes = gated_sizes(config, 4096)
+    norm_eps = read_number(config, "rms_norm_eps", 1e-5)
+    return Phi3Args(**sizes | {"norm_eps": norm_eps}, sliding_window=read_window(config, 0))
 
 
 KEYS = config_keys(
