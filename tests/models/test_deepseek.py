@@ -88,10 +88,7 @@ def test_logits_and_every_gradient_equal_transformers_exactly(shape, monkeypatch
     modeling = THEIRS[2 if DEEPSEEK[shape].score == "softmax" else 3][2]
     if modeling is modeling_deepseek_v2:
         monkeypatch.setattr(modeling, "apply_rotary_emb", exact_rotation)
-    lengthening = hf_model.model.rotary_emb.attention_scaling
     with exact(modeling, model, hf_model, monkeypatch):
-        plain = model.kinds[0].rotary.forward
-        model.kinds[0].rotary.forward = lambda positions: plain(positions) * lengthening
         compare(model, hf_model, HF, 1e-12)
 
 

@@ -213,6 +213,6 @@ def _command(facts: Facts, options: argparse.Namespace) -> str:
     locks = f"{shlex.quote(facts.config.job.dump_folder)}/run.lock.*"
     forget = f'grep -ls "\\"host\\": \\"$(hostname)\\"" {locks} | xargs -r rm -f'
     # an address that does not resolve is a fault of the job to the launcher, and the first pod may not be there yet
-    meet = 'until getent hosts "$HEAD_ADDR" > /dev/null; do sleep 1; done; ' if options.nodes > 1 else ""
+    wait = 'until getent hosts "$HEAD_ADDR" > /dev/null; do sleep 1; done; ' if options.nodes > 1 else ""
     launch = f"exec python3 -m torchtitan.launch {options.gpus} --job.config_file {JOB_FOLDER}/{JOB_FILE}"
-    return f"{forget}; {meet}{launch}"
+    return f"{forget}; {wait}{launch}"

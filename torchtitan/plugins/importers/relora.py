@@ -16,7 +16,7 @@ from torchtitan.datasets.sources.pretokenized import PretokenizedBlocks
 from torchtitan.datasets.streams import stream_count
 from torchtitan.lr_schedules import CYCLICAL, JAGGED, TRANSFORMERS
 from torchtitan.models import CONFIG_CONVERTERS, SIZES, family_in
-from torchtitan.models.hf.config import CONFIG, read_json
+from torchtitan.models.hf.config import CONFIG, check_supported, read_json
 from torchtitan.models.llama import RELORA
 from torchtitan.plugins.importers.translation import FLOAT16, CommandLine, Script, Setting, from_folder, replicated
 
@@ -486,6 +486,7 @@ def _sizes(config: dict[str, Any]) -> tuple[str, dict[str, Any]]:
     """Return the closest preset and the values that differ from it."""
     length = config.get("max_sequence_length", config.get("max_position_embeddings", 2048))
     llama_config = {"model_type": "llama", "vocab_size": 32_000, **config, "max_position_embeddings": length}
+    check_supported(llama_config, {"attention_bias": False, "mlp_bias": False})  # the scripts' Llama has none
     args = CONFIG_CONVERTERS["llama2"].args_from_config(llama_config)
     model_args = vars(args) | ({"n_kv_heads": None} if args.n_kv_heads == args.n_heads else {})
 
