@@ -136,7 +136,7 @@ def test_the_fastest_plan_is_no_change(tmp_path, capsys, monkeypatch):
     ("job", "device", "reason"),
     [
         (TENSOR_PARALLEL, "Mystery 9000", "no figures of Mystery 9000; give --gpu NAME, or a file of"),
-        (["debug_model", "--adapter.kind=lora"], "cpu", "adapter.kind = 'lora': the formulas are of jobs that"),
+        (["debug_model", "--adapter.kind=dora"], "cpu", "adapter.kind = 'dora': the formulas are of lora, qlora"),
         (["debug_model", "--model.flavor=mine"], "cpu", "model.name = 'llama3' with model.flavor = 'mine': not known"),
         (TENSOR_PARALLEL, None, "the run has not recorded its device; give --gpu NAME"),
         ([*PIPELINE, "--parallelism.pipeline_parallel_schedule_csv=a.csv"], H100, CUSTOM.format("schedule_csv")),
