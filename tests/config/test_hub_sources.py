@@ -10,6 +10,8 @@ from torchtitan.config.job import as_dict
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
 
+constants = pytest.importorskip("huggingface_hub.constants")
+
 COMMIT = "a" * 40
 
 
@@ -27,6 +29,7 @@ def cache(monkeypatch):
         return f"/cache/{kind}--owner--{name}/snapshots/{COMMIT}"
 
     monkeypatch.setattr(hub_sources, "local_path", local_path)
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", "/cache")
     return asked
 
 
@@ -71,6 +74,29 @@ def test_a_resume_knows_the_commits_that_its_run_recorded(cache, tmp_path):
     (tmp_path / "config.toml").write_text(manager.to_toml(config))
     manager.load(arguments)
     assert [recorded for _, _, recorded in cache] == [{}, {"hf://owner/model": COMMIT}]
+
+
+def test_each_option_goes_on_with_its_commit(cache, tmp_path):
+    """Two options, and two sources of a mixture, that name one repository at different commits."""
+    first, second = "1" * 40, "2" * 40
+    (tmp_path / "config.toml").write_text(
+        f'[model]\nhf_folder = "hf://owner/model@{first}"\n[dpo]\nreference = "hf://owner/model@{second}"\n'
+        + "".join(
+            f'[[training.sources]]\ndataset = "text"\ndataset_path = "hf://datasets/owner/data@{commit}"\n'
+            for commit in (first, second)
+        )
+    )
+    job = tmp_path / "job.toml"
+    job.write_text(
+        "".join(
+            f'[[training.sources]]\ndataset = "text"\ndataset_path = "hf://datasets/owner/{name}"\n'
+            for name in ("data@v1", "data@v2", "data", "new")
+        )
+    )
+    arguments = ["--model.hf_folder=hf://owner/model", f"--dpo.reference=hf://owner/model@{second}"]
+    manager.load([str(job), *arguments, f"--job.dump_folder={tmp_path}"])
+    commits = [next(iter(recorded.values())) for _, _, recorded in cache]
+    assert commits == [first, second, first, second, second, second]
 
 
 def test_sources_that_are_not_to_be_had_are_faults_of_their_options(cache, tmp_path):

@@ -2,6 +2,8 @@
 
 import json
 import os
+import shutil
+from pathlib import Path
 
 import pytest
 
@@ -79,6 +81,43 @@ def test_a_tokenizer_comes_without_weights_and_they_are_added_later(server):
     path = local_path(NAME, "tokenizer")
     assert not os.path.exists(f"{path}/model.safetensors")
     assert local_path(NAME, "weights") == path and os.path.exists(f"{path}/model.safetensors")
+
+
+def cache_of_another_program(monkeypatch, tmp_path):
+    """Copy the cache, without the lists of the repositories' files, for this process to use."""
+    copy = tmp_path / "copy"
+    shutil.copytree(tmp_path / "cache", copy, symlinks=True, ignore=shutil.ignore_patterns("trees"))
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(copy))
+
+
+def test_files_that_another_program_fetched_are_completed(server, tmp_path, monkeypatch):
+    """It leaves no list of the repository's files, without which the client takes any part for all of them."""
+    server.publish("datasets", "owner/name", RECORDS)
+    folder = local_path(NAME, "records").replace("/cache/", "/copy/")
+    cache_of_another_program(monkeypatch, tmp_path)
+    for path in (os.path.realpath(f"{folder}/data/train.jsonl"), f"{folder}/data/train.jsonl"):
+        os.unlink(path)
+    set_access(Access.DESCRIBE)
+    with pytest.raises(JobError, match="not in the cache: 1 files, 14 bytes, would be downloaded"):
+        local_path(NAME, "records")
+    set_access(Access.DOWNLOAD)
+    assert local_path(NAME, "records") == folder
+    assert names_in(Path(folder)) == ["data/test.jsonl", "data/train.jsonl"]
+
+
+def test_files_that_another_program_fetched_completely_are_used(server, tmp_path, monkeypatch):
+    server.publish("models", "owner/name", MODEL)
+    folder = local_path(NAME, "weights").replace("/cache/", "/copy/")
+    cache_of_another_program(monkeypatch, tmp_path)
+    set_access(Access.CACHE_ONLY)
+    with pytest.raises(JobError, match="not in the cache, or not complete"):
+        local_path(NAME, "weights")
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    assert local_path(NAME, "weights") == folder, "as it cannot ask"
+    monkeypatch.setattr(constants, "HF_HUB_OFFLINE", False)
+    set_access(Access.DESCRIBE)
+    assert local_path(NAME, "weights") == folder
+    assert len(server.transfers("model.safetensors")) == 1
 
 
 def test_records_by_folder_and_by_pattern(server):
@@ -176,6 +215,8 @@ def test_revisions(server):
     assert local_path(f"{NAME}@v1", "weights").endswith(first)
     assert local_path(NAME, "weights").endswith(second)
     assert local_path(f"{NAME}@{first}", "weights").endswith(first)
+    server.tags["refs/convert/parquet"] = first
+    assert local_path(f"{NAME}@refs/convert/parquet", "weights").endswith(first)
     with pytest.raises(JobError, match="no such revision; give a branch, a tag or a commit of the repository"):
         local_path(f"{NAME}@v2", "weights")
 
@@ -258,12 +299,24 @@ def test_sources_that_are_none(text, purpose, message):
         HubSource.parse(text, purpose)
 
 
+@pytest.mark.parametrize("name", ["a--b/c", "a/b..c", "-a/b", "a/b.git", "a/" + "b" * 97])
+def test_names_that_the_client_refuses(server, name):
+    with pytest.raises(JobError, match=f"^hf://{name}: the client refuses it .*; give another repository or revision"):
+        local_path(f"hf://{name}", "weights")
+
+
+def test_parts_of_a_source():
+    source = HubSource.parse("hf://datasets/a/b@refs/convert/parquet/data/*.parquet", "weights")
+    assert (source.kind, source.repo, source.revision) == ("datasets", "a/b", "refs/convert/parquet")
+    assert source.path == "data/*.parquet" and source.purpose == "records"
+
+
 def test_a_run_keeps_the_commit_that_it_began_with(server):
     """Its record is the path in the cache, written as a source; a branch that has moved on is refused."""
     first = server.publish("models", "owner/name", MODEL)
     source = as_source(local_path(NAME, "weights"))
     assert source == f"{NAME}@{first}" and as_source("some/folder") == "some/folder"
-    recorded = recorded_commits(f'hf_folder = "{source}"\ndataset_path = "hf://datasets/o/d@{"a" * 40}/x/*.jsonl"\n')
+    recorded = recorded_commits([None, 1, "folder", NAME, source, f"hf://datasets/o/d@{'a' * 40}/x/*.jsonl"])
     assert recorded == {NAME: first, "hf://datasets/o/d": "a" * 40}
     second = server.publish("models", "owner/name", MODEL)
     os.environ[hub.COMMITS] = "{}"
@@ -274,6 +327,14 @@ def test_a_run_keeps_the_commit_that_it_began_with(server):
     os.environ[hub.COMMITS] = "{}"
     with pytest.raises(JobError, match=f"it is now commit {second}, and the run began with {first}; write {source} to"):
         local_path(f"{NAME}@main", "weights", recorded)
+
+
+def test_a_folder_of_another_cache_is_recorded_as_it_is(server, tmp_path):
+    """The client would not look there, and would download it again, or not find it."""
+    path = f"/models--owner--name/snapshots/{'a' * 40}"
+    assert as_source(f"{tmp_path}/cache{path}") == f"{NAME}@{'a' * 40}"
+    for place in (f"{tmp_path}/cache2", "/old", "."):
+        assert as_source(place + path) == place + path
 
 
 def test_ranks_take_the_commit_of_their_launcher(server):

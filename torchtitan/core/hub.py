@@ -13,7 +13,7 @@ import os
 import re
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from enum import Enum
@@ -39,7 +39,8 @@ IGNORED = {MODELS: ["*/*", "consolidated*"], DATASETS: ["dataset_infos.json"]}
 WAIT_SECONDS = 3600
 COMMITS = "TORCHTITAN_HUB_COMMITS"
 """Environment variable with the commits that the launcher has chosen, as JSON, for its ranks."""
-_SOURCE = re.compile(r"(?:(models|datasets)/)?([\w.-]+/[\w.-]+?)(?:@([\w./-]+?))?(?:/(.+))?")
+_REVISION = r"refs/(?:pr|convert)/[\w.-]+|[\w.-]+"
+_SOURCE = re.compile(rf"(?:(models|datasets)/)?([\w.-]+/[\w.-]+?)(?:@({_REVISION}))?(?:/(.+))?")
 _COMMIT = re.compile(r"[0-9a-f]{40}")
 _SNAPSHOT = re.compile(r".*/(models|datasets)--([\w.-]+?)--([\w.-]+)/snapshots/([0-9a-f]{40})(?:/(.*))?")
 
@@ -119,14 +120,23 @@ class HubSource:
         }
 
     def find(self) -> Path | None:
-        """Return the folder in the cache, of all files that are needed; None if one is missing."""
-        from huggingface_hub import snapshot_download
-        from huggingface_hub.errors import LocalEntryNotFoundError
+        """Return the folder in the cache, of all files that are needed; None if one is missing. Raises JobError.
+
+        Other programs fetch single files of a repository. Without its list of files, which only the hub has, the client
+        cannot tell whether these are all, and they count as such only if it must not ask.
+        """
+        from huggingface_hub import constants, get_cached_repo_tree, snapshot_download
+        from huggingface_hub.errors import CachedRepoTreeNotFoundError, LocalEntryNotFoundError
 
         try:
-            return Path(snapshot_download(**self._request(), local_files_only=True))
+            with translated_errors(self, LocalEntryNotFoundError):
+                folder = Path(snapshot_download(**self._request(), local_files_only=True))
+            get_cached_repo_tree(self.repo, repo_type=self._request()["repo_type"], revision=folder.name)
         except LocalEntryNotFoundError:
             return None
+        except CachedRepoTreeNotFoundError:
+            return folder if constants.HF_HUB_OFFLINE else None
+        return folder
 
     def missing_files(self) -> list[Any]:
         """Ask the hub which files are not in the cache; each has `filename` and `file_size`. Raises JobError."""
@@ -166,13 +176,15 @@ class HubSource:
 
 
 @contextmanager
-def translated_errors(source: HubSource | str) -> Iterator[None]:
-    """Raise the errors of the hub's client as JobErrors with a remedy."""
+def translated_errors(source: HubSource | str, *expected: type[Exception]) -> Iterator[None]:
+    """Raise the errors of the hub's client as JobErrors with a remedy, except for the expected ones."""
     from huggingface_hub import errors
 
     transport_error: Any = getattr(errors, "HTTPError", OSError)  # of the HTTP library that the client uses
     try:
         yield
+    except expected:
+        raise
     except (transport_error, OSError, ValueError, errors.EntryNotFoundError) as error:
         raise JobError(f"{source}: {_reason_and_remedy(error)}") from error
 
@@ -215,7 +227,7 @@ def local_folder(text: str) -> str:
 def pinned(source: HubSource, recorded: dict[str, str]) -> HubSource:
     """Return the source at the commit that it has in this run. Raises JobError for a branch that has moved on.
 
-    `recorded`: commits that the run began with, by the source without its revision.
+    `recorded`: commits with which the run began, by the source without its revision.
     """
     launcher_commit = _commits_of_launcher().get(source.key)
     if source.is_pinned:
@@ -238,10 +250,10 @@ def local_path(text: str, purpose: str, recorded: dict[str, str] | None = None) 
     while folder is None and _access is Access.WAIT and time.monotonic() < end:
         time.sleep(1)
         folder = pinned_source.find()
-    if folder is None and _access is not Access.DOWNLOAD:
+    missing = pinned_source.missing_files() if folder is None and _access is Access.DESCRIBE else None
+    if folder is None and _access is not Access.DOWNLOAD and missing != []:
         remedy = f"`torchtitan download {pinned_source}` fetches it"
-        if _access is Access.DESCRIBE:
-            missing = pinned_source.missing_files()
+        if missing is not None:
             size = format_bytes(sum(file.file_size for file in missing))
             raise JobError(
                 f"{pinned_source}: not in the cache: {len(missing)} files, {size}, would be downloaded; {remedy}"
@@ -279,19 +291,27 @@ def _commits_of_launcher() -> dict[str, str]:
 def as_source(text: str) -> str:
     """Return the pinned source of a path in the client's cache; another text unchanged."""
     match = _SNAPSHOT.fullmatch(text) if "/snapshots/" in text else None
-    if match is None:
+    if match is None or not _is_in_cache(text):
         return text
     kind, owner, name, commit, path = match.groups()
     return str(HubSource(kind, f"{owner}/{name}", commit, path or "", ""))
 
 
-def recorded_commits(text: str) -> dict[str, str]:
-    """Return the commits of the pinned sources in a run's config.toml, by the source without its revision."""
+def _is_in_cache(path: str) -> bool:
+    try:
+        from huggingface_hub import constants
+    except ImportError:
+        return False
+    return Path(path).is_relative_to(constants.HF_HUB_CACHE)
+
+
+def recorded_commits(values: Iterable[object]) -> dict[str, str]:
+    """Return the commits of the pinned sources among values, by the source without its revision; the last counts."""
     commits = {}
-    for match in re.finditer(rf'"({SCHEME}[^"\s]+@[0-9a-f]{{40}})(?:/[^"]*)?"', text):
-        source = HubSource.parse(match[1], "weights")
-        assert source.revision is not None
-        commits[replace(source, revision=None).key] = source.revision
+    for value in values:
+        source = HubSource.parse(value, "weights") if isinstance(value, str) and is_hub_source(value) else None
+        if source is not None and source.revision is not None and source.is_pinned:
+            commits[replace(source, revision=None, path="").key] = source.revision
     return commits
 
 
