@@ -62,6 +62,7 @@ DATASETS = {
     "pretokenized_validation": ("blocks", {}),
     "huggingface": ("saved", {}),
     "huggingface_validation": ("saved", {}),
+    "huggingface_test": ("hub", {}),
     "c4": ("hub", {}),
     "c4_validation": ("hub", {}),
     "c4_test": ("hub", {}),
@@ -109,7 +110,7 @@ def data(tmp_path_factory):
     about = {"tokenizer": "bytes", "dataset": "made", "text_field": "text", "sequence_length": 32}
     (folder / "blocks" / "args.json").write_text(json.dumps(about))
     (folder / "hub").mkdir()
-    for split in ("train", "validation"):
+    for split in ("train", "validation", "test"):
         (folder / "hub" / f"{split}.jsonl").write_bytes((folder / "texts.jsonl").read_bytes())
     source = ["--dataset", "text", "--dataset_path", str(folder / "texts.jsonl"), "--tokenizer_path", "bytes"]
     assert prepare([*source, "--output", str(folder / "shards")]) in (0, None)
