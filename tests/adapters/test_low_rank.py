@@ -477,7 +477,17 @@ def test_a_written_peft_config_names_modules_and_base(tmp_path):
     config = json.loads((tmp_path / peft_folder.CONFIG).read_text())
     assert config["target_modules"] == ["model.layers.0.self_attn.q_proj", "model.layers.1.self_attn.q_proj"]
     assert config["base_model_name_or_path"] == "where/it/is" and config["use_rslora"] and not config["use_dora"]
+    assert config["revision"] is None
     assert set(ADAPTERS) >= {"lora", "dora"}
+
+
+def test_a_base_of_the_hub_is_named_as_there(monkeypatch):
+    """Its folder in the cache is of this machine."""
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", "/home/me/hub")
+    form = MODELS["llama3"].hf.tensor_map(tiny_decoders.LLAMA["llama3"])
+    base = f"/home/me/hub/models--owner--name/snapshots/{'a' * 40}"
+    config = peft_folder.peft_config(Options(kind="lora"), ["layers.0.attention.wq.lora_A"], form, base)
+    assert (config["base_model_name_or_path"], config["revision"]) == ("owner/name", "a" * 40)
 
 
 @pytest.mark.parametrize(

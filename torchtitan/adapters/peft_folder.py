@@ -19,6 +19,7 @@ from torchtitan.adapters.peft_config import CONFIG, PER_MODULE_KEYS, WEIGHTS, co
 from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
+from torchtitan.core.hub import name_and_commit
 from torchtitan.models.hf.names import TensorMap
 
 
@@ -163,10 +164,12 @@ def peft_config(options: Options, names: list[str], form: TensorMap, base: str) 
                 len(adapted_modules(joined_weights, names)) if len(joined_weights) > 1 else 1
             )
     ranks = {module: options.rank * number for module, number in modules.items() if number > 1}
+    name, commit = name_and_commit(base)
     alphas = {m: options.alpha * (n**0.5 if options.rslora else n) for m, n in modules.items() if n > 1}
     return config_entries(options) | {
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": name,
+        "revision": commit,
         "lora_dropout": options.dropout,
         "target_modules": list(modules),
         "rank_pattern": ranks,

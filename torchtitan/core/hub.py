@@ -297,6 +297,15 @@ def as_source(text: str) -> str:
     return str(HubSource(kind, f"{owner}/{name}", commit, path or "", ""))
 
 
+def name_and_commit(path: str) -> tuple[str, str | None]:
+    """Return how other programs name a model in the client's cache; for another path, the path and None."""
+    text = as_source(path)
+    if not is_hub_source(text):
+        return text, None
+    source = HubSource.parse(text, "weights")
+    return source.repo, source.revision
+
+
 def _is_in_cache(path: str) -> bool:
     try:
         from huggingface_hub import constants

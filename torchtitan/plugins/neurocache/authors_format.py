@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import DeclaredKeys, require_file
+from torchtitan.core.hub import name_and_commit
 from torchtitan.models.hf.config import read_json
 from torchtitan.plugins.neurocache.options import NeurocacheOptions as Options
 from torchtitan.plugins.neurocache.sizes import CacheLayers, layers_of
@@ -48,7 +49,7 @@ def config_of(options: Options, n_layers: int, base: str) -> dict[str, Any]:
         "global_cache": options.scope == "global",
         "retrieval_map": {str(reader): storing for reader, storing in layers.readers.items()},
         "attention_layers": layers.attending,
-        "base_model_name_or_path": base,
+        "base_model_name_or_path": name_and_commit(base)[0],
         "task_type": "CAUSAL_LM",
         "inference_mode": True,
     }
