@@ -27,8 +27,8 @@ from torchtitan.adapters.low_rank import LoRA
 from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES
-from torchtitan.models.hf.save import build_extra_files, read_source
-from torchtitan.models.sizes import STACK
+from torchtitan.models.hf.save import SourceConfigs, build_extra_files, read_source
+from torchtitan.models.sizes import STACK, RopeScaling
 from torchtitan.models.spec import MODELS
 
 FAMILIES = list(dict.fromkeys(shape.split()[0] for shape in GATED))
@@ -80,6 +80,22 @@ def test_an_export_with_the_config_of_its_source_is_the_same_model(shape, tmp_pa
     for written in (config, json.loads(config_class(**config).to_json_string(use_diff=False))):
         written = {key: value for key, value in written.items() if key in {*config, *source.config}}
         assert spec.hf.config.differing_fields(spec.hf.config.args_from_config(written), args) == []
+
+
+def test_an_export_of_an_olmo_published_for_older_programs_can_be_read():
+    """Its rotary scaling is in another place there, without the numbers that have defaults."""
+    spec, args, *_ = parts("olmo3")
+    args = dataclasses.replace(
+        args, rope_scaling=RopeScaling(4.0, original_max_seq_len=64, kind="yarn", attention_factor=1.2)
+    )
+    config = spec.hf.config_to_hf(args)
+    scaling = config.pop("rope_parameters")["full_attention"]
+    rope = {key: scaling[key] for key in ("rope_type", "factor", "original_max_position_embeddings")}
+    config |= {"rope_theta": scaling["rope_theta"], "rope_scaling": rope | {"attention_factor": 1.2}}
+    assert spec.hf.config.args_from_config(config) == args
+    options = dict(source=SourceConfigs(config), tokenizer_files={}, bos_id=None, end_ids=[])
+    written = json.loads(build_extra_files(spec.hf.config, args, torch.bfloat16, **options)["config.json"])
+    assert spec.hf.config.args_from_config(written) == args
 
 
 @pytest.mark.parametrize("shape", GATED)

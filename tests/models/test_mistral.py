@@ -5,7 +5,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import CONFIG_MAPPING, MistralConfig, MistralForCausalLM
+from transformers import CONFIG_MAPPING, Ministral3Config, MistralConfig, MistralForCausalLM
 from transformers.models.mistral import modeling_mistral
 
 from tests.support.hf_parity import (
@@ -79,6 +79,16 @@ def test_what_a_config_leaves_out_is_as_in_transformers():
     ours, hf_config = HF.config.args_from_config(config), MistralConfig(**config)
     assert (ours.sliding_window, ours.head_dim, ours.n_kv_heads) == (4096, 4, 8)
     assert (hf_config.sliding_window, hf_config.head_dim, hf_config.num_key_value_heads) == (4096, 4, 8)
+    assert (ours.norm_eps, ours.max_seq_len) == (hf_config.rms_norm_eps, hf_config.max_position_embeddings)
+
+
+def test_what_the_config_of_one_whose_queries_grow_leaves_out_is_as_in_transformers():
+    config = HF.config_to_hf(dataclasses.replace(WINDOW, query_growth=0.1))
+    for name in ("sliding_window", "num_key_value_heads", "rms_norm_eps", "max_position_embeddings"):
+        del config[name]
+    config["num_attention_heads"] = 8
+    ours, hf_config = HF.config.args_from_config(config), Ministral3Config(**config)
+    assert (ours.sliding_window or None, ours.n_kv_heads) == (hf_config.sliding_window, hf_config.num_key_value_heads)
     assert (ours.norm_eps, ours.max_seq_len) == (hf_config.rms_norm_eps, hf_config.max_position_embeddings)
 
 

@@ -250,8 +250,9 @@ def _write_values(path: Path, header: bytes, tensor_map: TensorMap, values: Iter
 
 SOURCE_ONLY_FIELDS = ("quantization_config", "auto_map", "transformers_version", "_name_or_path", "dtype")
 """Fields that describe the source's files (8 bits, code, author) and do not apply to the written ones."""
-REWRITTEN_FIELDS = ("torch_dtype", "rope_theta", "rope_scaling", "rope_local_base_freq", "num_nextn_predict_layers")
-REWRITTEN_FIELDS += ("tie_word_embeddings", "rope_parameters", "partial_rotary_factor")
+ROTARY_FIELDS = ("rope_theta", "rope_scaling", "rope_local_base_freq", "rope_parameters", "partial_rotary_factor")
+"""Fields of rotary positions: `ConfigConverter.to_hf` writes some of them, which replace all of the source's."""
+REWRITTEN_FIELDS = ("torch_dtype", "num_nextn_predict_layers", "tie_word_embeddings", *ROTARY_FIELDS)
 """Fields that `ConfigConverter.to_hf` always rewrites: in a spelling for older programs, if there is one, the number of
 depths, and whether there is a head of its own, which the tensors decide."""
 TASK_FIELDS = ("architectures", "id2label", "label2id")
@@ -300,9 +301,9 @@ def build_extra_files(
     config_fields = converter.to_hf(args, dtype)
     generation: dict[str, Any] = {}
     if source is not None and _is_same_model(converter, args, source):
-        left_out = {*SOURCE_ONLY_FIELDS, *converter.ignored_keys}  # the model is computed without ignored keys
+        # the model is computed without ignored keys
+        left_out = {*SOURCE_ONLY_FIELDS, *ROTARY_FIELDS, *converter.ignored_keys}
         source_config = {key: value for key, value in source.config.items() if key not in left_out}
-        source_config.pop("rope_parameters", None)  # of transformers 5, which reads the older spelling too
         config_fields = source_config | {
             key: config_fields[key] for key in (*REWRITTEN_FIELDS, *TASK_FIELDS) if key in config_fields
         }

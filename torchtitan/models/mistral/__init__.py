@@ -82,8 +82,9 @@ def _without_growth(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str
     only = {"llama_4_scaling_beta", "max_position_embeddings"}
     only |= {LENGTH} if table.get("rope_type", table.get("type")) in (None, "default") else set()
     remaining = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
-    window = {"sliding_window": config.get("sliding_window")}  # absent: none, unlike in a Mistral
-    return remaining | window | {"rope_parameters": {key: table[key] for key in table if key not in only}}, sizes
+    # what a Mistral has where they are absent is something else
+    absent = {"sliding_window": None, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144}
+    return absent | remaining | {"rope_parameters": {key: table[key] for key in table if key not in only}}, sizes
 
 
 def _from_hf(config: Mapping[str, Any]) -> MistralArgs:
