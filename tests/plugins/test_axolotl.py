@@ -760,6 +760,15 @@ def test_experts_are_balanced_only_where_transformers_does(model):
         assert values.get("model.overrides") == (None if value else plain.values["model.overrides"])
 
 
+def test_the_weight_of_the_balance_is_converted_where_layers_are_summed_here(tmp_path):
+    sizes = dict(hidden_size=64, num_hidden_layers=8, num_attention_heads=2, vocab_size=64, rms_norm_eps=1e-6)
+    sizes |= dict(num_key_value_heads=2, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+    sizes |= dict(model_type="qwen3_moe", router_aux_loss_coef=0.02, intermediate_size=64, head_dim=32)
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"output_router_logits": True}))
+    values = import_config(FULL | {"base_model": str(tmp_path)}).values
+    assert values["model.overrides"] == {"aux_loss_weight": 0.005, "bias_rate": 0.0}
+
+
 def test_fields_of_messages_are_refused_with_pairs():
     entry = {"path": "a.jsonl", "message_property_mappings": {"role": "from", "content": "value"}}
     (fault,) = import_config(FULL | {"rl": "dpo", "datasets": [entry]}).faults

@@ -460,6 +460,12 @@ def test_translated(added, before, expected):
     ) | {"model.name", "model.hf_folder", "model.tokenizer_path", "checkpoint.initial_load_path", "training.dtype"}
 
 
+def test_pairs_are_learned_without_the_loss_that_balances_experts():
+    job = import_table(PAIRS | {"model_name_or_path": "experts", "moe_aux_loss_coef": 0.1})
+    assert job.values["model.overrides"] == {"aux_loss_weight": 0.0, "bias_rate": 0.0}
+    assert "no effect with stage: dpo: moe_aux_loss_coef" in job.notes
+
+
 REFUSED = [  # added options, the file they are added to, the key and the text of a fault
     ({"stage": "kto"}, FULL, "stage", "reward models, PPO and KTO are not supported"),
     ({"finetuning_type": "oft"}, FULL, "finetuning_type", "other methods are not supported"),

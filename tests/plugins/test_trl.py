@@ -220,6 +220,30 @@ def test_translated(flags, before, expected):
     assert changed.keys() - expected.keys() <= of_model | degrees
 
 
+@pytest.mark.parametrize(
+    "flags, weight", [("", 0.02), ("--router_aux_loss_coef 0.1", 0.1), ("--router_aux_loss_coef 0", 0)]
+)
+@pytest.mark.parametrize("line", [SFT, DPO], ids=["sft", "dpo"])
+def test_experts_are_balanced_as_config_json_says_unless_a_flag_does(line, flags, weight, tmp_path):
+    """trl adds transformers' loss of a mean over layers, of which Qwen 3 here has the sum; Qwen 2 has the mean."""
+    sizes = dict(hidden_size=64, num_hidden_layers=8, num_attention_heads=2, vocab_size=64, rms_norm_eps=1e-6)
+    sizes |= dict(num_key_value_heads=2, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+    sizes |= dict(model_type="qwen3_moe", router_aux_loss_coef=0.02, intermediate_size=64, head_dim=32)
+    (tmp_path / "experts" / "config.json").write_text(json.dumps(sizes))
+    job = import_line(f"{line.replace('llama', 'experts')} {flags}")
+    assert job.values["model.overrides"] == {"aux_loss_weight": weight * 2 / 8, "bias_rate": 0.0}
+    (tmp_path / "experts" / "config.json").write_text(json.dumps(sizes | {"model_type": "qwen2_moe"}))
+    values = import_line(f"{line.replace('llama', 'experts')} {flags}").values
+    assert values.get("model.overrides") == ({"aux_loss_weight": weight, "bias_rate": 0.0} if flags else None)
+
+
+def test_experts_without_transformers_loss_are_not_balanced(tmp_path):
+    (tmp_path / "experts" / "config.json").write_text('{"model_type": "deepseek_v3"}')
+    job = import_line(EXPERTS)
+    assert job.values["model.overrides"] == {"aux_loss_weight": 0.0, "bias_rate": 0.0}
+    assert "nothing for deepseek" in str(import_line(f"{EXPERTS} --router_aux_loss_coef 0.1").faults[0])
+
+
 REFUSED = [  # flags, the line that they are added to, the key and the text of a fault
     ("--model_name_or_path other/Model", SFT, "model_name_or_path", "no other family is here"),
     ("--dataset_train_split train_sft", SFT, "dataset_train_split", "write the split into a file"),

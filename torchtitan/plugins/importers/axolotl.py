@@ -33,6 +33,7 @@ from torchtitan.plugins.importers.translation import (
     JobDraft,
     from_folder,
     replicated,
+    router_loss,
 )
 
 MODEL_TYPES = {"distill-qwen": "qwen2", "distill-llama": "llama", "qwen1.5-moe": "qwen2_moe"}
@@ -179,7 +180,7 @@ class _Axolotl:
             self.note(
                 f"{ROUTER_LOSS}: experts are balanced within each sequence here, and over a batch by transformers"
             )
-            return {}
+            return router_loss(family, self.options["base_model"], None, self.draft)
         self.note(f"without model_config.{ROUTER_LOSS} no loss balances the experts: model.overrides turns it off")
         return {"aux_loss_weight": 0.0, "bias_rate": 0.0}
 

@@ -8,10 +8,12 @@ from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES, family_for_model_type, family_in
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.plugins.importers.axolotl import ROUTER_LOSS, guess_model_type
-from torchtitan.plugins.importers.translation import JobDraft, from_folder
+from torchtitan.plugins.importers.translation import BALANCE, JobDraft, from_folder, router_loss
 
-BALANCE, DROPOUT = "aux_loss_weight", ("dropout", "attention_dropout")
-"""Sizes of models with experts, and of models with dropout."""
+DROPOUT = ("dropout", "attention_dropout")
+"""Sizes of models with dropout."""
+WITH_ROUTER_LOSS = ("mixtral", "qwen2_moe", "qwen3_moe")
+"""Families for which transformers has a loss that balances the experts."""
 UNKNOWN = "bfloat16"
 """Type of the weights of a folder that is not on this machine."""
 
@@ -28,10 +30,18 @@ def weight_type(folder: str | None) -> str:
     return str(config.get("dtype", config.get("torch_dtype", "float32" if config else UNKNOWN)))
 
 
-def add_model(folder: str, draft: JobDraft, router: str, weight: float | None, is_without_dropout: bool) -> None:
+def asks_for_router_loss(folder: str | None) -> bool:
+    """Return True if a folder's config.json turns on the loss that balances experts."""
+    return config_of(folder).get(ROUTER_LOSS) is True
+
+
+def add_model(
+    folder: str, draft: JobDraft, router: str, weight: float | None, has_router_loss: bool, is_without_dropout: bool
+) -> None:
     """Add the model in `folder` to a draft, with its weights and tokenizer.
 
     `router`: the option that sets the weight of the loss that balances experts, and `weight` its value.
+    `has_router_loss`: True if the program adds that loss, with the weight of config.json, unless the option is set.
     `is_without_dropout`: True if the program turns dropout off.
     """
     try:
@@ -48,13 +58,13 @@ def add_model(folder: str, draft: JobDraft, router: str, weight: float | None, i
         draft.notes.append(f"download {folder} to a folder of that name here; its family is a guess from its name")
     sizes = next(iter(SIZES[family].values()))
     overrides: dict[str, Any] = {name: 0.0 for name in DROPOUT if is_without_dropout and hasattr(sizes, name)}
-    if not hasattr(sizes, BALANCE):
-        if weight:
-            draft.refuse(router, weight, "nothing for a model without experts")
-    elif weight or (weight is None and config_of(folder).get(ROUTER_LOSS) is True):
+    if weight and family not in WITH_ROUTER_LOSS:
+        allowed = "nothing for a model without experts" if not hasattr(sizes, BALANCE) else f"nothing for {family}"
+        draft.refuse(router, weight, allowed, "transformers has no loss for it that balances experts")
+    elif family in WITH_ROUTER_LOSS and (weight or (weight is None and has_router_loss)):
         draft.notes.append("experts are balanced within each sequence here, and over a batch by transformers")
-        overrides |= {BALANCE: weight, "bias_rate": 0.0} if weight else {}
-    else:
+        overrides |= router_loss(family, folder, weight, draft)
+    elif hasattr(sizes, BALANCE):
         draft.notes.append(f"without {router} no loss balances the experts: model.overrides turns it off")
         overrides |= {BALANCE: 0.0, "bias_rate": 0.0}
     if overrides:

@@ -10,7 +10,7 @@ from torchtitan.core import yaml_file
 from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIG_CONVERTERS
 from torchtitan.plugins.importers.axolotl_adapter import MODULES
-from torchtitan.plugins.importers.hf_model import add_model, weight_type
+from torchtitan.plugins.importers.hf_model import add_model, asks_for_router_loss, weight_type
 from torchtitan.plugins.importers.hf_trainer import TrainerTranslation, options_of
 from torchtitan.plugins.importers.llama_factory_data import FactoryData
 from torchtitan.plugins.importers.llama_factory_options import LOSSES, OPTIONS
@@ -75,8 +75,11 @@ class _LlamaFactory:
         options, folder = self.options, self.folder
         if folder is None:
             return  # refused by the table
-        weight = options["moe_aux_loss_coef"] or None
-        add_model(folder, self.draft, "moe_aux_loss_coef", weight, options["stage"] == "dpo")
+        weight, are_pairs = options["moe_aux_loss_coef"] or None, options["stage"] == "dpo"
+        if are_pairs and weight:
+            self.note("no effect with stage: dpo: moe_aux_loss_coef")
+        weight, has_loss = (0.0, False) if are_pairs else (weight, asks_for_router_loss(folder))
+        add_model(folder, self.draft, "moe_aux_loss_coef", weight, has_loss, are_pairs)
         if options["train_from_scratch"]:
             for name in ("checkpoint.initial_load_path", "checkpoint.initial_load_in_hf"):
                 self.values.pop(name, None)

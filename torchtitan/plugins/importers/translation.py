@@ -13,12 +13,15 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 from torchtitan.config.options import Fault, hint, show
-from torchtitan.models import FROM_HF
+from torchtitan.core.errors import JobError
+from torchtitan.models import CONFIG_CONVERTERS, FROM_HF, SIZES
 
 COMMAND_LINE = "the command line"
 AUTO = "auto"
 BOOLEANS = {"true": True, "false": False}
 YAML_BOOLEANS = BOOLEANS | {"yes": True, "no": False, "1": True, "0": False}
+BALANCE = "aux_loss_weight"
+"""Size of models with experts: the weight of the loss that balances them."""
 FLOAT16 = "float16 overflows without a scaler; bf16 needs none"
 
 
@@ -305,6 +308,24 @@ def from_folder(family: str, folder: str) -> dict[str, Any]:
     """Return the options that take sizes and weights from a folder."""
     values = {"model.name": family, "model.flavor": FROM_HF, "model.hf_folder": folder}
     return values | {"checkpoint.initial_load_path": folder, "checkpoint.initial_load_in_hf": True}
+
+
+def router_loss(family: str, folder: str, weight: float | None, draft: JobDraft) -> dict[str, Any]:
+    """Return model.overrides for the loss with which transformers balances experts.
+
+    `weight`: its coefficient, or None for that of the folder. There it weighs a mean over the layers of a sum over the
+    chosen experts. Some families here add up the layers' losses, each 1 if the experts are even (mean_aux_loss).
+    """
+    overrides = {BALANCE: weight, "bias_rate": 0.0} if weight else {}
+    if getattr(next(iter(SIZES[family].values())), "mean_aux_loss", True):
+        return overrides
+    try:
+        args = CONFIG_CONVERTERS[family].args_from_folder(folder)
+    except (JobError, OSError):
+        draft.notes.append(f"not the same: {BALANCE} weighs each layer here: times top_k / layers it is transformers'")
+        return overrides
+    coefficient = args.aux_loss_weight if weight is None else weight
+    return {BALANCE: coefficient * args.top_k / args.expert_layers, "bias_rate": 0.0}
 
 
 def replicated(ranks: int) -> dict[str, int]:

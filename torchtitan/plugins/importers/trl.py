@@ -141,7 +141,7 @@ class _Trl:
     def read(self) -> None:
         if self.folder is not None:
             weight = self.options["router_aux_loss_coef"]
-            add_model(self.folder, self.draft, "router_aux_loss_coef", weight, self.kind == "dpo")
+            add_model(self.folder, self.draft, "router_aux_loss_coef", weight, True, self.kind == "dpo")
         self._data()
         if self.kind == "sft":
             self._answers()
