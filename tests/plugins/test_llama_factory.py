@@ -460,6 +460,27 @@ def test_translated(added, before, expected):
     ) | {"model.name", "model.hf_folder", "model.tokenizer_path", "checkpoint.initial_load_path", "training.dtype"}
 
 
+@pytest.mark.parametrize(
+    "added",
+    [
+        {"fsdp_config": {1: 2}},
+        {"learning_rate": 0, "lr_scheduler_type": "polynomial"},
+        {
+            "learning_rate": 0,
+            "lr_scheduler_type": "cosine_with_min_lr",
+            "lr_scheduler_kwargs": {"min_lr": 1e-5},
+        },
+        {"dataset_dir": {"plain": {"file_name": "a", 1: 2}}},
+        {"dataset_dir": {"plain": {"file_name": "a", "columns": {1: 2}}}},
+        {"dataset_dir": {"plain": {"file_name": "a", "formatting": "sharegpt", "tags": {1: 2}}}},
+    ],
+    ids=lambda value: str(value)[-50:],
+)
+def test_odd_values_are_noted_or_refused(added):
+    job = import_table(FULL | added)
+    assert faults_of(job) or any("fsdp_config" in note for note in job.notes)
+
+
 def test_pairs_are_learned_without_the_loss_that_balances_experts():
     job = import_table(PAIRS | {"model_name_or_path": "experts", "moe_aux_loss_coef": 0.1})
     assert job.values["model.overrides"] == {"aux_loss_weight": 0.0, "bias_rate": 0.0}

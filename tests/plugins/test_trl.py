@@ -248,6 +248,7 @@ REFUSED = [  # flags, the line that they are added to, the key and the text of a
     ("--model_name_or_path other/Model", SFT, "model_name_or_path", "no other family is here"),
     ("--dataset_train_split train_sft", SFT, "dataset_train_split", "write the split into a file"),
     ("--dataset_test_split dev", HELD_OUT, "dataset_test_split", "write the split into a file"),
+    ("--dataset_name a.jsonl", HELD_OUT, "dataset_test_split", "name the file of these records in [validation]"),
     ("--packing_strategy wrapped", SFT, "packing_strategy", "records are kept apart"),
     ("--loss_type dft", SFT, "loss_type", "other losses are not supported"),
     ("--truncation_mode keep_end", SFT, "truncation_mode", "trl gives it up too"),
@@ -302,11 +303,19 @@ def test_refused(flags, before, key, message):
         ({"path": "a", "fraction": 0.5}, "write what it means into"),
         ({"path": "a", "split": "dev"}, "train or validation or test"),
         ({"path": "a", "data_files": ["b"]}, "one path, or a glob"),
+        ({"path": "a", "split": ["train"]}, "train or validation or test"),
+        ({"path": "a", "name": ["en"]}, 'datasets.name: given ["en"]; allowed: text'),
+        ({"path": "a", 1: 2}, "a known key"),
     ],
 )
 def test_refused_mixtures(entry, message, tmp_path):
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump({"datasets": [entry]}))
     assert message in str(import_line(f"{SFT} --config mixture.yaml").faults[0])
+
+
+def test_only_mixtures_are_split():
+    changed, notes = difference(import_line(SFT), import_line(f"{SFT} --test_split_size 0.1"))
+    assert changed == {} and "no effect without datasets: test_split_size" in notes
 
 
 @pytest.mark.parametrize("line, table", [(SFT, trl.SFT), (DPO, trl.DPO)], ids=["sft", "dpo"])

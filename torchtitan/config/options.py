@@ -227,9 +227,9 @@ def _from_toml(text: str) -> Any:
     return parsed["value"] if len(parsed) == 1 else text
 
 
-def hint(name: str, candidates: Iterable[str], cutoff: float = 0.6, quote: bool = False) -> str:
-    """Return 'did you mean X?', or an empty text if no candidate is close."""
-    near = nearest(name, candidates, cutoff)
+def hint(name: object, candidates: Iterable[str], cutoff: float = 0.6, quote: bool = False) -> str:
+    """Return 'did you mean X?', or an empty text if no candidate is close. `name`: a key, which YAML may read as 1."""
+    near = nearest(str(name), candidates, cutoff)
     return f"did you mean {show(near) if quote else near}?" if near else ""
 
 

@@ -222,7 +222,7 @@ class TrainerTranslation:
         options, values, kind = self.options, self.values, self.options["lr_scheduler_type"]
         values |= {"lr_scheduler.min_lr_factor": 0.0, "lr_scheduler.convention": TRANSFORMERS}
         if kind == "polynomial":
-            values["lr_scheduler.min_lr_factor"] = LAST_RATE / options["learning_rate"]
+            values["lr_scheduler.min_lr_factor"] = self._factor(LAST_RATE)
         self._schedule_settings(kind, dict(options["lr_scheduler_kwargs"] or {}))
         steps, ratio = options["warmup_steps"], options["warmup_ratio"]
         if steps >= 1 and steps != int(steps):
@@ -243,15 +243,19 @@ class TrainerTranslation:
             if share == 1 and self.steps is None:
                 self.refuse("warmup_ratio", ratio, "a share below 1")
 
+    def _factor(self, rate: float) -> float:
+        """Return a final learning rate as a part of the highest; 0 without one, as a job refuses a rate of 0."""
+        highest = self.options["learning_rate"]
+        return rate / highest if highest else 0.0
+
     def _schedule_settings(self, kind: str, settings: dict[str, Any]) -> None:
         """Translate lr_scheduler_kwargs."""
-        rate = self.options["learning_rate"]
         if kind == "cosine_with_restarts" and _is_count(settings.get("num_cycles", 1)):
             self.values["lr_scheduler.num_cycles"] = settings.pop("num_cycles", 1)
         elif kind == "cosine_with_min_lr" and len(settings) == 1:
             name, floor = next(iter(settings.items()))
             if name in ("min_lr", "min_lr_rate") and isinstance(floor, float | int) and floor >= 0:
-                self.values["lr_scheduler.min_lr_factor"] = floor / rate if name == "min_lr" else floor
+                self.values["lr_scheduler.min_lr_factor"] = self._factor(floor) if name == "min_lr" else floor
                 settings = {}
         elif kind == "cosine_with_min_lr":
             self.refuse("lr_scheduler_kwargs", settings, "one of min_lr and min_lr_rate with cosine_with_min_lr")
@@ -360,7 +364,7 @@ class TrainerTranslation:
         if not isinstance(config, dict):
             self.refuse("fsdp_config", config, "a table", "write the file's table into it")
             return
-        config = {name.removeprefix("fsdp_"): value for name, value in config.items()}
+        config = {str(name).removeprefix("fsdp_"): value for name, value in config.items()}
         if config.pop("offload_params", False) or config.pop("cpu_offload", False) or "offload" in strategies:
             values["training.enable_cpu_offload"] = True
         if config.pop("activation_checkpointing", False):

@@ -166,7 +166,9 @@ class _Trl:
         if len(train) > 1:
             values["training.mixing"] = "sizes"
         strategy = options["eval_strategy"] or options["evaluation_strategy"] or "no"
-        if options["test_split_size"]:
+        if options["test_split_size"] and not entries:
+            self.note("no effect without datasets: test_split_size")
+        if options["test_split_size"] and entries:
             values |= {
                 "validation.enable": True,
                 "validation.samples": 0,
@@ -186,6 +188,9 @@ class _Trl:
         if split not in SPLITS:
             self.refuse(option, split, " or ".join(SPLITS), "write the split into a file, and name that in the job")
             return []
+        if name.endswith(FILES) and split != "train":
+            self.refuse(option, split, "train for a file", "name the file of these records in [validation]")
+            return []
         if name.endswith(FILES):
             return [{"dataset": "text", "dataset_path": name}]
         config = self.options["dataset_config"]
@@ -200,10 +205,12 @@ class _Trl:
         for key, value in entry.items():
             if key not in ENTRY_KEYS:
                 self.refuse(f"datasets.{key}", value, "a known key", hint(key, ENTRY_KEYS))
+            elif key == "name" and not isinstance(value, str | None):
+                self.refuse("datasets.name", value, "text")
             elif key in ("data_dir", "columns", "fraction") and value is not None:
                 self.refuse(f"datasets.{key}", value, "nothing", "write what it means into [[training.sources]]")
         split, name, files = entry.get("split", "train"), entry.get("name"), entry.get("data_files")
-        if split not in SPLITS:
+        if not isinstance(split, str) or split not in SPLITS:
             self.refuse("datasets.split", split, " or ".join(SPLITS))
         if len(self.draft.faults) > faults:
             return None
