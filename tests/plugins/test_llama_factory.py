@@ -212,7 +212,7 @@ TRANSLATED = [  # added options, the file they are added to, and the options of 
     ({"lora_rank": 16}, LORA, {"adapter.rank": 16, "adapter.alpha": 32.0}),
     ({"lora_alpha": 8}, LORA, {"adapter.alpha": 8.0}),
     ({"lora_dropout": 0.1}, LORA, {"adapter.dropout": 0.1}),
-    ({"lora_target": "q_proj, v_proj"}, LORA, {"adapter.target": ["*attention.wq", "*attention.wv"]}),
+    ({"lora_target": "q_proj, v_proj"}, LORA, {"adapter.target": ["layers.*.attention.wq", "layers.*.attention.wv"]}),
     ({"use_rslora": True}, LORA, {"adapter.rslora": True}),
     ({"loraplus_lr_ratio": 16}, LORA, {"adapter.lr_ratio_b": 16.0}),
     ({"adapter_name_or_path": "a"}, LORA, {"adapter.initial_path": "a"}),
@@ -481,6 +481,17 @@ def test_odd_values_are_noted_or_refused(added):
     assert faults_of(job) or any("fsdp_config" in note for note in job.notes)
 
 
+def test_stacks_of_experts_have_no_adapter_as_peft_gives_them_none():
+    """They are no linear layers in transformers."""
+    job = import_table(LORA | {"model_name_or_path": "experts"})
+    assert job.values["adapter.target"] == [f"layers.*.attention.w{name}" for name in "qkvo"]
+
+
+def test_unknown_targets_are_noted():
+    job = import_table(LORA | {"lora_target": "q_proj,router"})
+    assert job.faults == [] and "lora_target: no module of the model has the name router" in job.notes
+
+
 def test_pairs_are_learned_without_the_loss_that_balances_experts():
     job = import_table(PAIRS | {"model_name_or_path": "experts", "moe_aux_loss_coef": 0.1})
     assert job.values["model.overrides"] == {"aux_loss_weight": 0.0, "bias_rate": 0.0}
@@ -529,7 +540,8 @@ REFUSED = [  # added options, the file they are added to, the key and the text o
     ({"double_quantization": False}, LORA, "double_quantization", "scales are always in 8 bits"),
     ({"use_dora": True, "quantization_bit": 4}, LORA, "use_dora", "the base of DoRA is not quantized"),
     ({"adapter_name_or_path": "a,b"}, LORA, "adapter_name_or_path", "merge the others before"),
-    ({"lora_target": "q_proj,router"}, LORA, "lora_target", "all, or some of"),
+    ({"lora_target": "router"}, LORA, "lora_target", "some of model.layers.*.self_attn.q_proj"),
+    ({"lora_target": "gate_proj"}, LORA | {"model_name_or_path": "experts"}, "lora_target", "stacks of experts"),
     ({"additional_target": "router"}, LORA, "additional_target", "some of embed_tokens"),
     ({"pissa_init": True}, LORA, "pissa_init", "other initial values of A and B"),
     ({"create_new_adapter": True}, LORA, "create_new_adapter", "are not merged"),

@@ -19,6 +19,10 @@ HELD_OUT = f"{SFT} --eval_strategy steps"
 MIXTURE = {"datasets": [{"path": "owner/a", "name": "en"}, {"path": "json", "data_files": "b.jsonl"}]}
 
 
+SIZES = dict(hidden_size=64, num_hidden_layers=8, num_attention_heads=2, vocab_size=64, rms_norm_eps=1e-6)
+SIZES |= dict(num_key_value_heads=2, intermediate_size=64, head_dim=32, max_position_embeddings=64)
+
+
 @pytest.fixture(autouse=True)
 def in_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -28,6 +32,7 @@ def in_folder(tmp_path, monkeypatch):
         "half": {"model_type": "llama", "torch_dtype": "float16"},
         "experts": {"model_type": "qwen3_moe"},
         "gpt2": {"model_type": "gpt2"},
+        "sized": SIZES | {"model_type": "llama"},
     }.items():
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps(config))
@@ -168,7 +173,7 @@ TRANSLATED = [  # flags, the line that they are added to, and the options of the
             "adapter.rank": 16,
             "adapter.alpha": 32.0,
             "adapter.dropout": 0.05,
-            "adapter.target": ["*attention.wq", "*attention.wv"],
+            "adapter.target": ["layers.*.attention.wq", "layers.*.attention.wv"],
             "adapter.save": "alone",
             "adapter.last_save_in_peft": True,
             "checkpoint.last_save_in_hf": None,
@@ -181,11 +186,26 @@ TRANSLATED = [  # flags, the line that they are added to, and the options of the
         {"adapter.rank": 8, "adapter.alpha": 4.0, "adapter.dropout": 0.0},
     ),
     ("--lora_target_modules all-linear", LORA, {"adapter.target": ["all-linear"]}),
-    ("--lora_target_modules q_proj o_proj", LORA, {"adapter.target": ["*attention.wq", "*attention.wo"]}),
+    ("--lora_target_modules c_attn", LORA.replace("llama", "gpt2"), {}),
+    (
+        "--lora_target_modules .*mlp.up_proj",
+        LORA.replace("llama", "sized"),
+        {"adapter.target": ["layers.*.feed_forward.w3"]},
+    ),
+    (
+        "--lora_target_modules all-linear",
+        f"{LORA.replace('llama', 'experts')} --lora_target_modules q_proj",
+        {"adapter.target": [f"layers.*.attention.w{name}" for name in "qkvo"]},
+    ),
+    (
+        "--lora_target_modules q_proj o_proj",
+        LORA,
+        {"adapter.target": ["layers.*.attention.wq", "layers.*.attention.wo"]},
+    ),
     (
         "--config rate.yaml",
         LORA,
-        {"adapter.target": ["*attention.wq"], "optimizer.lr": 1e-3, "data.packing": "best_fit"},
+        {"adapter.target": ["layers.*.attention.wq"], "optimizer.lr": 1e-3, "data.packing": "best_fit"},
     ),
     (
         "--lora_modules_to_save lm_head",
@@ -226,9 +246,8 @@ def test_translated(flags, before, expected):
 @pytest.mark.parametrize("line", [SFT, DPO], ids=["sft", "dpo"])
 def test_experts_are_balanced_as_config_json_says_unless_a_flag_does(line, flags, weight, tmp_path):
     """trl adds transformers' loss of a mean over layers, of which Qwen 3 here has the sum; Qwen 2 has the mean."""
-    sizes = dict(hidden_size=64, num_hidden_layers=8, num_attention_heads=2, vocab_size=64, rms_norm_eps=1e-6)
-    sizes |= dict(num_key_value_heads=2, moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
-    sizes |= dict(model_type="qwen3_moe", router_aux_loss_coef=0.02, intermediate_size=64, head_dim=32)
+    sizes = SIZES | dict(moe_intermediate_size=32, num_experts=4, num_experts_per_tok=2)
+    sizes |= dict(model_type="qwen3_moe", router_aux_loss_coef=0.02)
     (tmp_path / "experts" / "config.json").write_text(json.dumps(sizes))
     job = import_line(f"{line.replace('llama', 'experts')} {flags}")
     assert job.values["model.overrides"] == {"aux_loss_weight": weight * 2 / 8, "bias_rate": 0.0}
@@ -263,8 +282,8 @@ REFUSED = [  # flags, the line that they are added to, the key and the text of a
     ("--load_in_4bit", LORA, "use_bnb_nested_quant", "scales are always in 8 bits"),
     ("--load_in_8bit --use_dora", LORA, "load_in_8bit", "choose one"),
     ("--bnb_4bit_quant_type fp4", LORA, "bnb_4bit_quant_type", "the only format of 4 bits"),
-    ("--lora_target_modules router", LORA, "lora_target_modules", "all-linear, or some of"),
-    ("--model_name_or_path experts", LORA, "lora_target_modules", "all-linear, or some of"),
+    ("--lora_target_modules router", LORA, "lora_target_modules", "some of model.layers.*.self_attn.q_proj"),
+    ("--model_name_or_path experts", LORA, "lora_target_modules", "some of model.layers.*.self_attn.q_proj"),
     ("--lora_target_parameters a", LORA, "lora_target_parameters", "stacks of experts"),
     ("--lora_modules_to_save router", LORA, "lora_modules_to_save", "some of embed_tokens"),
     ("--lora_task_type SEQ_CLS", LORA, "lora_task_type", "only answers"),
@@ -311,6 +330,12 @@ def test_refused(flags, before, key, message):
 def test_refused_mixtures(entry, message, tmp_path):
     (tmp_path / "mixture.yaml").write_text(yaml.safe_dump({"datasets": [entry]}))
     assert message in str(import_line(f"{SFT} --config mixture.yaml").faults[0])
+
+
+def test_layers_without_an_adapter_are_noted_where_trl_quantizes_them():
+    line = f"{LORA} --load_in_8bit --lora_target_modules"
+    (note,) = {*import_line(f"{line} q_proj").notes} - {*import_line(f"{line} all-linear").notes}
+    assert note.startswith("not the same: linear layers without an adapter keep their exact weights")
 
 
 def test_only_mixtures_are_split():

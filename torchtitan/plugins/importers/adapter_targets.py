@@ -18,6 +18,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIG_CONVERTERS, SIZES
 from torchtitan.models.sizes import linears, parameters
 from torchtitan.plugins.importers.regexes import Regex, RegexError
+from torchtitan.plugins.importers.translation import JobDraft
 
 FAMILIES = "torchtitan.models.spec:MODELS"
 """Resolved by name, as it needs torch."""
@@ -96,6 +97,33 @@ def translate_targets(
         return Targets([ALL_LINEAR], unmatched, is_partial=False)
     is_partial = any(layer_of(name) is not None for name in model.linears.keys() - chosen)
     return Targets(patterns_of(chosen, model.names), unmatched, is_partial)
+
+
+def add_targets(
+    draft: JobDraft,
+    option: str,
+    modules: str | Sequence[str],
+    all_linear: bool,
+    folder: str,
+    saved: Collection[str],
+    quantizer: str = "",
+) -> Targets | None:
+    """Add adapter.target to a draft that has its model's family, or refuse `option` and return None.
+
+    `quantizer`: the program that quantizes the linear layers, also those without an adapter.
+    """
+    try:
+        targets = translate_targets(modules, all_linear, draft.values["model.name"], folder, saved)
+    except TargetError as error:
+        draft.refuse(option, modules or None, error.allowed, error.remedy)
+        return None
+    draft.values["adapter.target"] = targets.patterns
+    if targets.unmatched:
+        draft.notes.append(f"{option}: no module of the model has the name {' or '.join(targets.unmatched)}")
+    if targets.is_partial and quantizer:
+        layers = "linear layers without an adapter"
+        draft.notes.append(f"not the same: {layers} keep their exact weights, quantized in {quantizer}")
+    return targets
 
 
 def _modules_of(family: str, folder: str, is_regex: bool) -> ModelModules:

@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 
 from torchtitan.adapters.targets import ALL_LINEAR
-from torchtitan.plugins.importers.adapter_targets import TargetError, translate_targets
+from torchtitan.plugins.importers.adapter_targets import add_targets
 from torchtitan.plugins.importers.axolotl_names import unfrozen
 from torchtitan.plugins.importers.translation import JobDraft, Options
 
@@ -100,19 +100,13 @@ class AdapterTranslation:
         if is_regex and "adapter.layers" in self.values:
             self.refuse(TARGETS, modules, "names with peft_layers_to_transform", "write the layers into the regex")
             return
-        family, folder = self.values["model.name"], self.options["base_model"]
-        try:
-            targets = translate_targets(modules, all_linear, family, folder, full_modules)
-        except TargetError as error:
-            self.refuse(TARGETS, self.options[TARGETS], error.allowed, error.remedy)
+        quantizer = "Axolotl" if self.options["load_in_4bit"] or self.options["load_in_8bit"] else ""
+        folder = self.options["base_model"]
+        targets = add_targets(self.draft, TARGETS, modules, all_linear, folder, full_modules, quantizer)
+        if targets is None:
             return
-        self.values["adapter.target"] = targets.patterns
-        if targets.unmatched:
-            self.note(f"{TARGETS}: no module of the model has the name {' or '.join(targets.unmatched)}")
         if included := [name for name in modules if all_linear and name not in targets.unmatched]:
             self.note(f"lora_target_linear includes {', '.join(included)}")
-        if targets.is_partial and (self.options["load_in_4bit"] or self.options["load_in_8bit"]):
-            self.note("not the same: linear layers without an adapter keep their exact weights, quantized in Axolotl")
 
     def _check_4bit(self) -> None:
         """Check the 4-bit options of bitsandbytes. Only one 4-bit format is supported here."""

@@ -9,6 +9,7 @@ from collections.abc import Iterable
 from torchtitan.core import yaml_file
 from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIG_CONVERTERS
+from torchtitan.plugins.importers.adapter_targets import add_targets
 from torchtitan.plugins.importers.axolotl_adapter import MODULES
 from torchtitan.plugins.importers.hf_model import add_model, asks_for_router_loss, weight_type
 from torchtitan.plugins.importers.hf_trainer import TrainerTranslation, options_of
@@ -17,10 +18,8 @@ from torchtitan.plugins.importers.llama_factory_options import LOSSES, OPTIONS
 from torchtitan.plugins.importers.programs import table_in
 from torchtitan.plugins.importers.translation import (
     FLOAT16,
-    LINEARS,
     CommandLine,
     JobDraft,
-    targets_of,
 )
 
 OTHER_BACKENDS = ("USE_MCA", "USE_MEGATRON_BRIDGE", "USE_KT")
@@ -166,13 +165,6 @@ class _LlamaFactory:
             self.refuse("adapter_name_or_path", path, "one folder", "merge the others before")
         elif path is not None:
             values["adapter.initial_path"] = path
-        targets = [name.strip() for name in options["lora_target"].split(",")]
-        if targets == ["all"]:
-            values["adapter.target"] = ["all-linear"]
-        elif unknown := [name for name in targets if name not in LINEARS]:
-            self.refuse("lora_target", unknown, f"all, or some of {', '.join(LINEARS)}")
-        else:
-            values["adapter.target"] = targets_of(targets)
         if options["use_llama_pro"] and (layers := self._expanded_layers()):
             values["adapter.layers"] = layers
         if modules := self._modules("additional_target"):
@@ -180,9 +172,14 @@ class _LlamaFactory:
             self.note("peft's layout has no place for fully trained parts: torchtitan export --merge writes the result")
         elif kind != "dora":
             values["adapter.last_save_in_peft"] = True
+        if "model.name" in values:
+            names, saved = _names(options["lora_target"]), _names(options["additional_target"])
+            are_all, quantizer = names == ["all"], "LLaMA-Factory" if bits else ""
+            names = [] if are_all else names
+            add_targets(self.draft, "lora_target", names, are_all, self.folder or "", saved, quantizer)
 
     def _modules(self, option: str) -> list[str]:
-        names = [name.strip() for name in (self.options[option] or "").split(",") if name.strip()]
+        names = _names(self.options[option])
         if unknown := [name for name in names if name not in MODULES]:
             self.refuse(option, unknown, f"some of {', '.join(MODULES)}")
         return [MODULES[name] for name in names if name in MODULES]
@@ -259,3 +256,8 @@ class _LlamaFactory:
             self.values["training.max_norm"] = 0.0
             if "max_grad_norm" in self.options:
                 self.note("no effect with galore_layerwise: max_grad_norm")
+
+
+def _names(text: str | None) -> list[str]:
+    """Return the names in a text that are separated by commas."""
+    return [name.strip() for name in (text or "").split(",") if name.strip()]

@@ -3,15 +3,18 @@
 hf_trainer.py translates what they share with transformers' Trainer.
 """
 
-from collections.abc import Mapping
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from torchtitan.adapters.targets import ALL_LINEAR
 from torchtitan.config.options import hint
 from torchtitan.core import yaml_file
 from torchtitan.core.errors import JobError
 from torchtitan.models.hf.config import read_json
+from torchtitan.plugins.importers.adapter_targets import add_targets
 from torchtitan.plugins.importers.axolotl_adapter import MODULES
 from torchtitan.plugins.importers.hf_model import add_model, weight_type
 from torchtitan.plugins.importers.hf_trainer import (
@@ -24,12 +27,10 @@ from torchtitan.plugins.importers.hf_trainer import (
 )
 from torchtitan.plugins.importers.translation import (
     FLOAT16,
-    LINEARS,
     CommandLine,
     JobDraft,
     Setting,
     same,
-    targets_of,
 )
 
 KINDS_OF_SCRIPTS = {"trl sft": "sft", "sft.py": "sft", "trl dpo": "dpo", "dpo.py": "dpo"}
@@ -47,6 +48,7 @@ PEFT_TARGETS: dict[str, tuple[str, ...]] = {
     "roberta": ("query", "value"),
 }
 """Family -> the targets of peft where none are named."""
+NAME = re.compile(r"[\w.-]+")
 LOSSES = {"sigmoid": "dpo", "ipo": "ipo"}
 TYPES = ("float32", "bfloat16", "auto")
 NO_TOKENIZER = "write it into tokenizer_config.json of the model's folder"
@@ -300,7 +302,6 @@ class _Trl:
             self.note("no effect for pairs, which trl learns without dropout: lora_dropout")
         if options["use_rslora"]:
             values["adapter.rslora"] = True
-        self._targets()
         modules = [name for entry in options["lora_modules_to_save"] or [] for name in entry.split()]
         if unknown := [name for name in modules if name not in MODULES]:
             self.refuse("lora_modules_to_save", unknown, f"some of {', '.join(MODULES)}")
@@ -309,17 +310,17 @@ class _Trl:
             self.note("peft's layout has no place for fully trained parts: torchtitan export --merge writes the result")
         elif kind != "dora":
             values["adapter.last_save_in_peft"] = True
+        if "model.name" in values:
+            self._targets(modules, "trl" if bits else "")
 
-    def _targets(self) -> None:
+    def _targets(self, saved: Sequence[str], quantizer: str) -> None:
+        """Translate the targets. peft takes a single one, which trl takes out of its list, for a regex."""
         names = [name for entry in self.options["lora_target_modules"] or [] for name in entry.split()]
-        if not self.options["lora_target_modules"]:
-            names = list(PEFT_TARGETS.get(self.values.get("model.name", ""), ()))
-        if names == ["all-linear"]:
-            self.values["adapter.target"] = ["all-linear"]
-        elif not names or any(name not in LINEARS for name in names):
-            self.refuse("lora_target_modules", names or None, f"all-linear, or some of {', '.join(LINEARS)}")
-        else:
-            self.values["adapter.target"] = targets_of(names)
+        names = names or list(PEFT_TARGETS.get(self.values["model.name"], ()))
+        are_all = names == [ALL_LINEAR]
+        is_regex = len(names) == 1 and NAME.fullmatch(names[0]) is None
+        modules = [] if are_all else names[0] if is_regex else names
+        add_targets(self.draft, "lora_target_modules", modules, are_all, self.folder or "", saved, quantizer)
 
 
 def _values(line: CommandLine, table: Mapping[str, Setting]) -> dict[str, Any]:
