@@ -1,5 +1,7 @@
 """Tests of `torchtitan replay --under`: a step equals one device's, and a planted mistake is named."""
 
+import dataclasses
+import json
 import re
 
 import pytest
@@ -8,8 +10,10 @@ import torch
 from tests.support import expert_jobs, jobs
 from tests.support.planted import run_with
 from torchtitan import cli
+from torchtitan.config.job import JobConfig
+from torchtitan.job import ResolvedJob
 from torchtitan.training import plan_replay
-from torchtitan.training.plan_replay import difference_of
+from torchtitan.training.plan_replay import GradientDifference, RankStep, compare, difference_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 OPTIONS = {"checkpoint__enable": True, "checkpoint__interval": 2, "training__steps": 3, "training__local_batch_size": 4}
@@ -76,6 +80,32 @@ def test_a_planted_mistake_is_named(mutant, shape, plan, finding, run, monkeypat
     assert cli.main(["replay", str(run(shape)), "--step=3", "--under", plan]) == 1
     out = capsys.readouterr().out
     assert re.search(finding, out), out
+
+
+def test_the_probe_of_the_run_does_not_disturb_the_comparison(tmp_path, capsys):
+    """It makes further forwards of some microbatches."""
+    options = OPTIONS | {"training__local_batch_size": 2, "guard__replay_every": 1, "model__overrides": jobs.SHALLOW}
+    jobs.train(jobs.arguments(tmp_path / "run", jobs.write_texts(tmp_path), **options))
+    assert cli.main(["replay", str(tmp_path / "run"), "--step=3", "--under", "dp_shard=2"]) == 0
+    assert "outputs    17 of 17 modules" in capsys.readouterr().out
+
+
+def test_batches_that_a_plan_pads_to_other_lengths_are_equal(tmp_path, capsys):
+    records = [{"instruction": "ab " * (number % 3), "output": "cde " * (number % 7 + 1)} for number in range(40)]
+    (tmp_path / "records.jsonl").write_text("\n".join(map(json.dumps, records)))
+    options = {"training__local_batch_size": 2, "training__seq_len": 256, "model__overrides": jobs.SHALLOW}
+    options |= {"task__kind": "sft", "training__format": "alpaca", "data__packing": "off"}
+    jobs.train(jobs.arguments(tmp_path / "run", tmp_path / "records.jsonl", **OPTIONS | options))
+    assert cli.main(["replay", str(tmp_path / "run"), "--step=3", "--under", "dp_shard=2"]) == 0
+    assert "outputs    17 of 17 modules" in capsys.readouterr().out
+
+
+def test_steps_of_which_no_module_was_compared_are_not_equal():
+    step = RankStep(1.0, 1.0, {"norm": [0.0, 1.0, 1.0]}, {"w": GradientDifference(0.0, 1.0)})
+    job = ResolvedJob(JobConfig())
+    assert compare(None, job, step, [step]).equal
+    result = compare(None, job, step, [dataclasses.replace(step, outputs={"other": step.outputs["norm"]})])
+    assert (result.modules, result.compared, result.equal) == (1, 0, False)
 
 
 @pytest.mark.parametrize(

@@ -115,7 +115,7 @@ def comparison_lines(run_job: RunJob, step: int, result: StepComparison, record:
         verdict = "equal" if within(value, reference, limit) else "DIFFERS"
         against_run = comparison(value, name, record)
         yield f"  {name:<10} {value:<13.9g} one device {reference:<13.9g} {verdict}; {against_run}".rstrip("; ")
-    yield f"  {'outputs':<10} {result.modules - len(result.outputs)} of {result.modules} modules return the same"
+    yield f"  {'outputs':<10} {result.compared - len(result.outputs)} of {result.modules} modules return the same"
     gradients, differing = result.gradients, result.differing
     total = len(gradients) + len(result.missing)
     largest = max(gradients, key=lambda name: gradients[name].size, default="")

