@@ -13,6 +13,7 @@ from torchtitan.checkpoint import layout
 from torchtitan.checkpoint.hashed_files import hash_files
 from torchtitan.checkpoint.stored_tensors import open_tensors
 from torchtitan.commands.verify import chosen_steps
+from torchtitan.training.verification import has_one_plan, segment_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 OPTIONS = {
@@ -84,6 +85,35 @@ def test_a_run_of_two_ranks_is_made_on_its_own_plan(tmp_path, capsys):
     code, out = verify(capsys, tmp_path / "run", "--steps=1")
     assert code == 0 and "steps 1 to 2, from the initial weights, on dp_shard=2: 2 logged steps" in out
     assert "equal bit for bit" in out
+
+
+def test_steps_of_another_start_are_not_held_against_the_job_of_the_first(tmp_path, capsys):
+    """The checkpoint from which the run went on with another job is gone, as checkpoint.keep_latest_k leaves it."""
+    run, texts = tmp_path / "run", jobs.write_texts(tmp_path)
+    allowed = '["optimizer.weight_decay"]'
+    options = OPTIONS | {"lr_scheduler__warmup_steps": 0, "checkpoint__allow_config_change": allowed}
+    jobs.train(jobs.arguments(run, texts, **options | {"training__steps": 4}))
+    jobs.train(jobs.arguments(run, texts, **options | {"training__steps": 6, "optimizer__weight_decay": 0.9}))
+    shutil.rmtree(run / "checkpoint/step-00000004")
+    code, out = verify(capsys, run, "--steps=6")
+    assert code == 1 and "step 5: cannot be made again: " in out and "step 6: cannot be made again: " in out
+    assert "steps 3 to 4, from the checkpoint of step 2, on one device: 2 logged steps equal bit for bit\n" in out
+    code, out = verify(capsys, run, "--steps=1")
+    assert code == 2 and out.endswith("none of these steps can be made again\n")
+
+
+def test_steps_of_two_plans_are_not_expected_to_have_the_same_bits(changed):
+    segment = segment_of(changed, 5, 5)
+    assert (segment.first, segment.last) == (5, 5) and has_one_plan(segment)
+    shutil.rmtree(changed / "checkpoint/step-00000004")
+    (start,) = (changed / "starts").glob("*.toml")
+    start = start.with_suffix(".json")
+    plan = json.loads(start.read_text())
+    later = start.with_name("0002-from-step-00000004.json")
+    later.write_text(json.dumps(plan | {"ranks": 2, "degrees": plan["degrees"] | {"tp": 2}}))
+    later.with_suffix(".toml").write_text(start.with_suffix(".toml").read_text())
+    segment = segment_of(changed, 5, 5)
+    assert (segment.first, segment.last) == (3, 5) and not has_one_plan(segment)
 
 
 def test_a_changed_weight_is_noticed_where_it_is_used_and_where_it_was_made(changed, capsys):

@@ -43,11 +43,18 @@ def main(argv: list[str]) -> int:
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     steps = chosen_steps(sorted(records), options.steps, seed)
     print(f"{run}: {len(steps)} of {len(records)} logged steps, by --seed {seed}: {', '.join(map(str, steps))}")
-    segments = list(
-        {(one.first, one.last): one for one in (segment_of(run, step, max(records)) for step in steps)}.values()
-    )
-    is_right = True
-    for segment in segments:
+    segments, is_right = dict[tuple[int, int], RunSegment](), True
+    for step in steps:
+        try:
+            segment = segment_of(run, step, max(records))
+        except JobError as error:
+            print(f"step {step}: cannot be made again: {error}")
+            is_right = False
+        else:
+            segments[segment.first, segment.last] = segment
+    if not segments:
+        raise JobError(f"{run}: none of these steps can be made again")
+    for segment in segments.values():
         try:
             require_undamaged(segment)
             with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:
@@ -59,7 +66,9 @@ def main(argv: list[str]) -> int:
         print("\n".join([outcome(result), *(f"  {fault}" for fault in result.faults[:MOST_LINES])]), flush=True)
         is_right &= not result.faults
     print(
-        "verified" if is_right else "NOT verified: the run's records do not follow from its job, data and checkpoints"
+        "verified"
+        if is_right
+        else "NOT verified: not all of these steps follow from the run's job, data and checkpoints"
     )
     return VERIFIED if is_right else DIFFERENT
 

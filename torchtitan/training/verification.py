@@ -8,6 +8,7 @@ tokenized again; nothing of the run but its job and the checkpoint before the se
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
 from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.errors import JobError
-from torchtitan.launcher.run_folder import RecordedPlan
+from torchtitan.launcher.run_folder import RecordedPlan, job_of_step, plan_of_start
 from torchtitan.metrics.json_lines import METRICS, Record, read_records
 from torchtitan.process.gloo_ranks import run_on_ranks
 from torchtitan.process.ranks import read_ranks
@@ -69,14 +70,24 @@ def steps_of_run(run: Path) -> dict[int, Record]:
 
 
 def segment_of(run: Path, step: int, newest_step: int) -> RunSegment:
-    """Return the segment that a step is in: from the checkpoint before it to the next one, or to the newest step."""
+    """Return the segment that a step is in: from the checkpoint before it to the next one, or to the newest step.
+
+    It ends before the next start of the run, which may have had another job or plan: its checkpoint is deleted.
+    Raises JobError if the step cannot be made again.
+    """
     run_job = RunJob.of_step(run, step)
     start = run_job.find_start(step)
     complete, _ = layout.complete_steps(run / run_job.job.config.checkpoint.folder)
     saved = {number: path for path in complete if (number := layout.step_of(path.name) or 0) >= step}
-    if not saved:
-        return RunSegment(run_job, start, max(newest_step, step), None)
-    return RunSegment(run_job, start, min(saved), saved[min(saved)])
+    last = min(saved, default=max(newest_step, step))
+    of_start = [*takewhile(lambda number: job_of_step(run, number) == run_job.file, range(step, last + 1))]
+    return RunSegment(run_job, start, of_start[-1], saved.get(of_start[-1]))
+
+
+def has_one_plan(segment: RunSegment) -> bool:
+    """Return True if all starts that made steps of a segment had the plan of the last one."""
+    files = {job_of_step(segment.run_job.run, number) for number in range(segment.first, segment.last + 1)}
+    return all(plan_of_start(file) == segment.start.plan for file in files)
 
 
 def plan_of_run(run_job: RunJob, recorded: RecordedPlan) -> Parallelism:
@@ -98,7 +109,7 @@ def verify_segment(
     judged = job.with_options({"checkpoint": run_job.job.config.checkpoint})
     if faults := check(judged.config, job.world_size, "cpu"):
         raise ConfigError(faults)
-    is_exact = is_of_run and not run_job.job.config.compile.enable
+    is_exact = is_of_run and has_one_plan(segment) and not run_job.job.config.compile.enable
     tolerances = (0.0, 0.0) if is_exact else ROUNDING[job.config.training.mixed_precision_param]
     degrees = [f"{axis}={size}" for axis, size in job.layout.dims.all_degrees.items() if size > 1]
     result = SegmentResult(segment, ", ".join(degrees) or "one device", tolerances)
