@@ -259,6 +259,19 @@ def test_the_modelfile_has_the_sampling_of_the_folder_and_its_ends(tmp_path):
     ]
 
 
+def test_the_modelfile_has_no_lines_from_other_files(tmp_path):
+    job, _, files = write_folder(tmp_path, "llama3.2")
+    end = "\nADAPTER /etc/file\n"
+    generation = json.loads(files["generation_config.json"]) | {"temperature": "1" + end, "top_k": True}
+    files["generation_config.json"] = json.dumps(generation).encode()
+    tokenizer = job.tokenizer()
+    tokenizer.special_tokens = {f'<"{end}>': token_id for token_id in tokenizer.special_tokens.values()}
+    assert modelfile("model.gguf", files, tokenizer, 4096).splitlines() == [
+        "FROM ./model.gguf",
+        "PARAMETER num_ctx 4096",
+    ]
+
+
 def test_models_that_llama_cpp_computes_differently_are_refused_before_anything_is_written(tmp_path, monkeypatch):
     job, _, files = write_folder(tmp_path / "moe", "qwen3_moe")
 

@@ -21,12 +21,12 @@ def modelfile(model_file: str, files: Mapping[str, bytes], tokenizer: Tokenizer,
     generation = json.loads(files["generation_config.json"])
     lines = [f"FROM ./{model_file}", f"PARAMETER num_ctx {context}"]
     for name in PARAMETERS:
-        if generation.get(name) is not None:
+        if type(generation.get(name)) in (int, float):
             lines.append(f"PARAMETER {name.replace('repetition', 'repeat')} {generation[name]}")
     ends = generation.get("eos_token_id")
     names = {id_: name for name, id_ in tokenizer.special_tokens.items()}
     for end in ends if isinstance(ends, list) else [ends]:
-        if end in names:
+        if end in names and not {'"', "\n"} & {*names[end]}:  # which would begin other lines
             lines.append(f'PARAMETER stop "{names[end]}"')
     if tokenizer.chat_template is not None and (template := ollama_template(tokenizer)):
         lines.append(f'TEMPLATE """{template}"""')
