@@ -225,17 +225,15 @@ def local_folder(text: str) -> str:
 
 
 def pinned(source: HubSource, recorded: dict[str, str]) -> HubSource:
-    """Return the source at the commit that it has in this run. Raises JobError for a branch that has moved on.
+    """Return the source at the commit that it has in this run, if that is known.
 
     `recorded`: commits with which the run began, by the source without its revision.
     """
-    launcher_commit = _commits_of_launcher().get(source.key)
     if source.is_pinned:
         return source
-    if launcher_commit is not None:
-        return source.at(launcher_commit)
-    commit = recorded.get(replace(source, revision=None, path="").key)
-    return source if commit is None or source.revision else source.at(commit)
+    commit = None if source.revision else recorded.get(replace(source, path="").key)
+    commit = commit or _commits_of_launcher().get(source.key)
+    return source if commit is None else source.at(commit)
 
 
 def local_path(text: str, purpose: str, recorded: dict[str, str] | None = None) -> str:
