@@ -42,6 +42,14 @@ def test_all_pods_start_together_and_meet_by_the_services_name(capsys):
     assert objects(capsys, "--queue=team")["Job"]["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] == "team"
 
 
+def test_the_name_is_one_of_a_service(capsys):
+    """A Service refuses a name that begins with a digit or ends in a dash, as of the folder 8b."""
+    long = f"{'a' * 39}_b"
+    for folder, name in (("8b", "run-8b"), (long, "a" * 39), ("__", "torchtitan")):
+        text = printed(capsys, *POD, VOLUME[0], f"--job.dump_folder=/data/{folder}")
+        assert {each["metadata"]["name"] for each in yaml.safe_load_all(text)} == {name}
+
+
 def test_the_job_in_the_pods_is_the_resolved_one(capsys, tmp_path):
     text = objects(capsys, "--training.steps=7")["ConfigMap"]["data"]["job.toml"]
     (tmp_path / "job.toml").write_text(text)
@@ -73,7 +81,7 @@ def test_shared_memory_and_a_grace_period_longer_than_a_save(capsys):
 
 def test_a_pod_deletes_the_lock_of_its_own_name_and_starts_the_launcher(capsys, tmp_path):
     """Its predecessor was killed, and Kubernetes starts it only after that one's end."""
-    folder = tmp_path / "runs"
+    folder = tmp_path / "my runs"
     folder.mkdir()
     objects_of_run = yaml.safe_load_all(
         printed(capsys, *POD, f"--volume=claim:{tmp_path}", f"--job.dump_folder={folder}")
@@ -108,6 +116,20 @@ def test_a_batch_script_for_slurm(capsys):
     subprocess.run(["bash", "-n"], input=text, text=True, check=True)
 
 
+def test_the_folder_of_the_submission_is_mounted_beside_the_volumes(capsys):
+    """Launchers start in it, and read the job there."""
+    text = printed(capsys, "--for=slurm", "--image=a.sif", "--volume=x:/data", "--volume=y:/more", "--name=My_Run")
+    assert "#SBATCH --job-name=My_Run\n" in text
+    (line,) = [line for line in text.splitlines() if line.startswith("export CONTAINER_MOUNTS=")]
+    done = subprocess.run(
+        ["bash", "-c", f"{line}; echo $CONTAINER_MOUNTS"],
+        env={"SLURM_SUBMIT_DIR": "/home/me/repository"},
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "/home/me/repository:/home/me/repository,/data:/data,/more:/more\n"
+
+
 @pytest.mark.parametrize(
     ("argv", "message"),
     [
@@ -115,10 +137,25 @@ def test_a_batch_script_for_slurm(capsys):
         (["llama3_8b", *POD[:3], *VOLUME], "--image: not given"),
         (["llama3_8b", *POD], "job.dump_folder: given outputs/llama3_8b; allowed: a folder in a --volume CLAIM:PATH"),
         (["llama3_8b", *POD, "--volume=claim"], "--volume: given 'claim'; allowed: CLAIM:PATH"),
+        (["llama3_8b", "--for=slurm", "--volume=/data"], "--volume: given '/data'; allowed: CLAIM:PATH"),
+        (["llama3_8b", *POD, *VOLUME, "--name=8B"], "--name: given '8B'; allowed: at most 50 of a-z"),
+        (["llama3_8b", "--for=slurm", "--name=a b"], "--name: given 'a b'; allowed: letters, digits"),
+        (["llama3_8b", "--for=slurm", "--time=1 h"], "--time: given '1 h'; allowed: a time limit of SLURM"),
         (["llama3_8b", *POD, *VOLUME, "--training.steps=0"], "training.steps: given 0"),
         (["llama3_8b", "llama3_70b", "--for=slurm", "--gpus=8"], "give one job file"),
     ],
-    ids=["no job", "no image", "folder of a pod", "no path", "a faulty job", "two jobs"],
+    ids=[
+        "no job",
+        "no image",
+        "folder of a pod",
+        "no path",
+        "no claim",
+        "name",
+        "name of slurm",
+        "time",
+        "a faulty job",
+        "two jobs",
+    ],
 )
 def test_what_cannot_run_is_refused(argv, message, capsys):
     assert cli.main(["manifest", *argv]) == 2

@@ -12,7 +12,6 @@ from torchtitan import cli
 from torchtitan.checkpoint import layout
 from torchtitan.checkpoint.hashed_files import hash_files
 from torchtitan.checkpoint.stored_tensors import open_tensors
-from torchtitan.commands.verify import chosen_steps
 from torchtitan.training.verification import has_one_plan, segment_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
@@ -178,10 +177,3 @@ def test_a_folder_without_a_run_is_a_line(tmp_path, capsys):
     (tmp_path / "config.toml").write_text("")
     code, out = verify(capsys, tmp_path)
     assert code == 2 and "no logged step in its metrics.jsonl" in out
-
-
-def test_the_last_step_is_always_chosen():
-    for seed in range(20):
-        steps = chosen_steps(list(range(1, 61)), 3, seed)
-        assert len(set(steps)) == 3 and steps[-1] == 60 and steps == sorted(steps)
-    assert chosen_steps([7], 3, 0) == [7]

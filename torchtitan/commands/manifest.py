@@ -48,6 +48,7 @@ def main(argv: list[str]) -> int:
         raise JobError("torchtitan manifest: no job is given; give a job's TOML file, or torchtitan manifest --help")
     ranks = options.nodes * options.gpus
     facts = load_valid(job_args, ranks, "cuda", _is_judged_here, without_resume)
+    _require_names_and_paths(options)
     if options.scheduler == "slurm":
         print(batch_script(facts, options, job_args), end="")
         return 0
@@ -95,9 +96,9 @@ def batch_script(facts: Facts, options: argparse.Namespace, job_args: list[str])
     }
     lines = [f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value in request.items()]
     image = [f"export CONTAINER={shlex.quote(options.image)}"] if options.image else []
-    mounts = [volume.partition(":")[2] for volume in options.volume]
-    if mounts:
-        image.append(f"export CONTAINER_MOUNTS={shlex.quote(','.join(f'{path}:{path}' for path in mounts))}")
+    if mounts := [volume.partition(":")[2] for volume in options.volume]:
+        others = shlex.quote("".join(f",{path}:{path}" for path in mounts))
+        image.append(f'export CONTAINER_MOUNTS="$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR"{others}')
     command = shlex.join(["scripts/multinode_trainer.slurm", *_overrides(job_args)])
     file = f"train_configs/{job_args[1]}.toml" if job_args[1] in shipped_jobs() else job_args[1]
     variables = [f"export CONFIG_FILE={shlex.quote(file)}", f"export NGPU={options.gpus}", *image]
@@ -113,15 +114,28 @@ def _overrides(job_args: list[str]) -> list[str]:
 
 def _name(facts: Facts, options: argparse.Namespace) -> str:
     folder = PurePosixPath(facts.config.job.dump_folder).name
-    return options.name or re.sub(r"[^a-z0-9]+", "-", folder.lower()).strip("-")[:40] or "torchtitan"
+    name = re.sub(r"[^a-z0-9]+", "-", folder.lower()).strip("-")[:40].strip("-") or "torchtitan"
+    return options.name or (name if name[0].isalpha() else f"run-{name}")  # names of Services begin with a letter
+
+
+def _require_names_and_paths(options: argparse.Namespace) -> None:
+    name, allowed = r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?", "at most 50 of a-z, 0-9 and -, first a letter, last no -"
+    if options.scheduler == "slurm":
+        name, allowed = r"[\w.-]+", "letters, digits, _, - and ."
+    if options.name and not re.fullmatch(name, options.name):
+        raise JobError(f"--name: given {options.name!r}; allowed: {allowed}")
+    if not re.fullmatch(r"[0-9:-]+|UNLIMITED", options.time):
+        raise JobError(
+            f"--time: given {options.time!r}; allowed: a time limit of SLURM, such as 24:00:00 or 2-00:00:00"
+        )
+    for volume in options.volume:
+        if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?:/[^,:\s]*", volume):
+            raise JobError(f"--volume: given {volume!r}; allowed: CLAIM:PATH, a claim's name and an absolute path")
 
 
 def _require_pods_have_all(facts: Facts, options: argparse.Namespace) -> None:
     if not options.image:
         raise JobError("--image: not given; allowed: the image of the pods, with this package; see docs/clusters.md")
-    for volume in options.volume:
-        if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?:/[^,:]*", volume):
-            raise JobError(f"--volume: given {volume!r}; allowed: CLAIM:PATH, a claim's name and an absolute path")
     folder = PurePosixPath(facts.config.job.dump_folder)
     mounts = [PurePosixPath(volume.partition(":")[2]) for volume in options.volume]
     if not any(folder.is_relative_to(mount) for mount in mounts):
@@ -211,7 +225,7 @@ def _command(facts: Facts, options: argparse.Namespace) -> str:
     after its end, but cannot see that, so it deletes the lock of its own name.
     """
     locks = f"{shlex.quote(facts.config.job.dump_folder)}/run.lock.*"
-    forget = f'grep -ls "\\"host\\": \\"$(hostname)\\"" {locks} | xargs -r rm -f'
+    forget = f'grep -lsFZ "\\"host\\": \\"$(hostname)\\"" {locks} | xargs -0r rm -f'
     # an address that does not resolve is a fault of the job to the launcher, and the first pod may not be there yet
     wait = 'until getent hosts "$HEAD_ADDR" > /dev/null; do sleep 1; done; ' if options.nodes > 1 else ""
     launch = f"exec python3 -m torchtitan.launch {options.gpus} --job.config_file {JOB_FOLDER}/{JOB_FILE}"
