@@ -111,4 +111,7 @@ def test_instructions_as_conversations():
         messages(record | {"history": ["Q"]})
     with pytest.raises(DataError, match="has int as content, not text"):
         messages(record | {"output": 3})
+    for name in ("instruction", "input"):
+        with pytest.raises(DataError, match=f"field '{name}' holds int, not text"):
+            messages(record | {name: 3})
     assert detect_format(record) == "alpaca"

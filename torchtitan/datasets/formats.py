@@ -132,7 +132,11 @@ def alpaca_messages(record: Record, location: str) -> list[dict[str, Any]]:
     history = record.get("history") or []
     if not isinstance(history, list) or not all(isinstance(turn, list) and len(turn) == 2 for turn in history):
         raise DataError(f"{location}: field 'history' is no list of pairs [question, answer]; {REMEDY}")
-    question = "\n".join(part for part in (record["instruction"], record.get("input")) if part)
+    parts = {name: record[name] for name in ("instruction", "input") if record.get(name)}
+    for name, part in parts.items():
+        if not isinstance(part, str):
+            raise DataError(f"{location}: field {name!r} holds {type(part).__name__}, not text; {REMEDY}")
+    question = "\n".join(parts.values())
     turns = [*history, [question, record["output"]]]
     roles = ("user", "assistant")
     return [{"role": role, "content": text} for turn in turns for role, text in zip(roles, turn, strict=True)]
