@@ -487,6 +487,15 @@ def test_stacks_of_experts_have_no_adapter_as_peft_gives_them_none():
     assert job.values["adapter.target"] == [f"layers.*.attention.w{name}" for name in "qkvo"]
 
 
+@pytest.mark.parametrize(
+    "template, token", [("llama3", "<|end_of_text|>"), ("qwen3", "<|im_end|>"), ("yi", ""), ("mistral", ""), (None, "")]
+)
+def test_texts_end_with_another_token_if_the_template_replaces_it(template, token):
+    notes = import_table(TEXTS | {"template": template}).notes
+    expected = [f"documents end with the tokenizer's end token; with this template there with {token}"] if token else []
+    assert [note for note in notes if note.startswith("documents end")] == expected
+
+
 def test_unknown_targets_are_noted():
     job = import_table(LORA | {"lora_target": "q_proj,router"})
     assert job.faults == [] and "lora_target: no module of the model has the name router" in job.notes

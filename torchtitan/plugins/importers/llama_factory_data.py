@@ -7,7 +7,7 @@ from typing import Any
 from torchtitan.config.options import hint
 from torchtitan.core.errors import JobError
 from torchtitan.models.hf.config import read_json
-from torchtitan.plugins.importers.llama_factory_templates import TEMPLATES, chat_template
+from torchtitan.plugins.importers.llama_factory_templates import TEMPLATES, chat_template, end_token
 from torchtitan.plugins.importers.translation import JobDraft, Options
 
 INFO, ONLINE, REMOTE = "dataset_info.json", "ONLINE", "REMOTE:"
@@ -79,8 +79,8 @@ class FactoryData:
             values["training.seq_len"] = length - 1
         self.note("documents are packed end to end, as there; a block here also learns its first token")
         self.note("a tokenizer's begin token stands before each document here, and before each block there")
-        if options["template"] == "llama3":
-            self.note("documents end with the tokenizer's end token; with this template there with <|end_of_text|>")
+        if end := "<|end_of_text|>" if options["template"] == "llama3" else end_token(options["template"]):
+            self.note(f"documents end with the tokenizer's end token; with this template there with {end}")
 
     def _records(self) -> None:
         options, values = self.options, self.values

@@ -88,6 +88,8 @@ TEMPLATES: dict[str, Turns] = {
     "yi": CHATML,
 }
 """Those that write no token after the last answer alone, whose default system message is short or Alpaca's."""
+KEEP_END_TOKEN = ("falcon_h1", "granite3", "smollm", "yi")
+"""Templates whose token after an answer does not become the tokenizer's end token."""
 _TEMPLATE = """\
 {%- set first = 1 if messages[0].role == 'system' else 0 %}
 {%- set system = (messages[0].content if first else '') or DEFAULT %}
@@ -134,6 +136,12 @@ def chat_template(turns: Turns, thinks: bool | None = True, thinks_at_the_end: b
         "DEFAULT": json.dumps(turns.default_system, ensure_ascii=False),
     }
     return re.sub("|".join(parts), lambda match: parts[match[0]], _TEMPLATE)
+
+
+def end_token(name: str | None) -> str:
+    """Return the token after an answer that a template makes the tokenizer's end token; empty if it keeps that one."""
+    end = TEMPLATES[name].assistant.rpartition("{content}")[2].rstrip("\n") if name in TEMPLATES else ""
+    return "" if end == "{eos}" or name in KEEP_END_TOKEN else end
 
 
 def _expression(text: str, content: str) -> str:
