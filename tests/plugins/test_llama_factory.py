@@ -496,6 +496,12 @@ def test_texts_end_with_another_token_if_the_template_replaces_it(template, toke
     assert [note for note in notes if note.startswith("documents end")] == expected
 
 
+@pytest.mark.parametrize("name, value", [("dataset", ["plain", "chats"]), ("lora_target", ["q_proj", "v_proj"])])
+def test_names_may_be_a_list(name, value):
+    listed, joined = import_table(LORA | {name: value}), import_table(LORA | {name: ",".join(value)})
+    assert listed.faults == [] and listed.values == joined.values != import_table(LORA).values
+
+
 def test_unknown_targets_are_noted():
     job = import_table(LORA | {"lora_target": "q_proj,router"})
     assert job.faults == [] and "lora_target: no module of the model has the name router" in job.notes

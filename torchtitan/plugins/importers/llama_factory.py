@@ -5,6 +5,7 @@ Trainer, llama_factory_data.py the data. The rest is read here: model, method, a
 """
 
 from collections.abc import Iterable
+from typing import Any
 
 from torchtitan.core import yaml_file
 from torchtitan.core.errors import JobError
@@ -28,6 +29,9 @@ GROUPS = 4
 """Number of groups per sequence in shifted attention."""
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target")
 OF_FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
+NAMES = ("dataset", "eval_dataset", "lora_target", "additional_target", "galore_target")
+NAMES += ("freeze_trainable_modules", "freeze_extra_modules")
+"""Options that LLaMA-Factory takes as a list too, besides a text with commas."""
 PREFERENCE_OPTIONS = ("pref_beta", "pref_loss", "dpo_label_smoothing", "ref_model")
 
 
@@ -41,6 +45,7 @@ class _LlamaFactory:
     def __init__(self, line: CommandLine, draft: JobDraft) -> None:
         values = table_in(line.config) if line.config is not None else {}
         values |= {name: True if text is None else yaml_file.parse_value(text) for name, text in line.flags}
+        values |= {name: ",".join(values[name]) for name in NAMES if _are_texts(values.get(name))}
         self.draft, self.options = draft, options_of(values, OPTIONS, draft)
         self.values, self.note, self.refuse = draft.values, draft.notes.append, draft.refuse
         self.folder = self.options["model_name_or_path"]
@@ -256,6 +261,10 @@ class _LlamaFactory:
             self.values["training.max_norm"] = 0.0
             if "max_grad_norm" in self.options:
                 self.note("no effect with galore_layerwise: max_grad_norm")
+
+
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(item, str) for item in value)
 
 
 def _names(text: str | None) -> list[str]:
