@@ -502,6 +502,13 @@ def test_names_may_be_a_list(name, value):
     assert listed.faults == [] and listed.values == joined.values != import_table(LORA).values
 
 
+@pytest.mark.parametrize("preserves", [True, False])
+def test_the_last_answer_alone_of_a_pair_gets_an_empty_thought(preserves):
+    job = import_table(PAIRS | {"template": "qwen3", "preserve_thinking": preserves})
+    assert job.values["data.chat_template"] == chat_template(TEMPLATES["qwen3"], thinks_at_the_end=True)
+    assert any("leaves their thoughts out" in note for note in job.notes) is not preserves
+
+
 def test_unknown_targets_are_noted():
     job = import_table(LORA | {"lora_target": "q_proj,router"})
     assert job.faults == [] and "lora_target: no module of the model has the name router" in job.notes

@@ -118,9 +118,9 @@ class FactoryData:
             self.refuse("template", name, f"one of {', '.join(TEMPLATES)}", remedy)
         else:
             turns = TEMPLATES[name]
-            drops_history = options["mask_history"] or self.stage == "dpo"
-            at_the_end = drops_history and not options["preserve_thinking"]
-            if turns.thought and at_the_end:
+            drops_thoughts = not options["preserve_thinking"]
+            at_the_end = self.stage == "dpo" or (options["mask_history"] and drops_thoughts)
+            if turns.thought and at_the_end and drops_thoughts:
                 self.note("earlier answers with thoughts: LLaMA-Factory leaves their thoughts out; take them out")
             self.values["data.chat_template"] = chat_template(turns, thinks, at_the_end)
             if turns.assistant.endswith("\n"):
