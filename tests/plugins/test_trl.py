@@ -338,6 +338,12 @@ def test_layers_without_an_adapter_are_noted_where_trl_quantizes_them():
     assert note.startswith("not the same: linear layers without an adapter keep their exact weights")
 
 
+def test_texts_of_flags_are_read_as_they_are():
+    values = import_line(f"{SFT} --run_name 2026-01-02 --output_dir 010 --dataset_config 2020.10").values
+    assert (values["job.description"], values["job.dump_folder"]) == ("2026-01-02", "010")
+    assert values["training.sources"][0]["dataset_path"] == "owner/set:2020.10"
+
+
 def test_only_mixtures_are_split():
     changed, notes = difference(import_line(SFT), import_line(f"{SFT} --test_split_size 0.1"))
     assert changed == {} and "no effect without datasets: test_split_size" in notes

@@ -337,6 +337,8 @@ def _values(line: CommandLine, table: Mapping[str, Setting]) -> dict[str, Any]:
             continue
         if text is None and name not in table and negated in table:
             values[negated] = False
+        elif text is not None and name in table and table[name].kind == "text":
+            values[name] = text  # 010 is no number, as for argparse
         else:
             values[name] = True if text is None else yaml_file.parse_value(text)
     return values
