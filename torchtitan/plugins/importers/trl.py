@@ -260,7 +260,7 @@ class _Trl:
             self.refuse("loss_type", losses, f"one of {', '.join(LOSSES)}", "other losses are not supported")
         elif options["loss_weights"] not in (None, 1, 1.0, [1.0], "1.0"):
             self.refuse("loss_weights", options["loss_weights"], "nothing with one loss")
-        values["task.kind"] = LOSSES.get(losses[0], "dpo")
+        values["task.kind"] = LOSSES.get(losses[0] if losses else "", "dpo")
         values["data.too_long"] = "drop"
         self.note("not the same: pairs of more than max_length tokens are left out, and counted; trl cuts them")
 
