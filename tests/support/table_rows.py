@@ -43,7 +43,7 @@ MICRO_SIZES = {
     "gpt2": dict(ffn_dim=96, max_seq_len=32, dropout=0.25, attention_dropout=0.25),
     "gemma3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, global_interval=2, query_scalar=24),
     "granite": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, attention_bias=True, mlp_bias=True),
-    "mistral": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7),
+    "mistral": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, query_growth=0.5, query_period=3),
     "mixtral": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1, sliding_window=7),
     "olmo2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
     "olmo3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, global_interval=2),
