@@ -7,6 +7,7 @@ import json
 import math
 import shlex
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 import safetensors.torch
@@ -332,6 +333,14 @@ def test_an_upload_is_asked_about_only_if_it_is_public(tmp_path, texts, bases, c
     assert export(run, tmp_path / "private", "--push=me/mine") == 0
     assert uploads == [(tmp_path / "private", "me/mine", False)]
     assert "uploaded: https://hub/me/mine" in capsys.readouterr().out
+    refuse = Mock(side_effect=JobError("--push me/mine: the hub answers HTTP 500; try again later"))
+    monkeypatch.setattr("torchtitan.commands.export.upload", refuse)
+    assert export(run, tmp_path / "refused", "--push=me/mine") == 2 and (tmp_path / "refused/config.json").exists()
+    later = f"hf upload me/mine {tmp_path / 'refused'} --exclude export.json"
+    assert f"HTTP 500; try again later; the export itself is complete; upload it later: {later}" in " ".join(
+        capsys.readouterr().err.split()
+    )
+    monkeypatch.setattr("torchtitan.commands.export.upload", upload)
     public = ("--push=me/mine", "--public")
     monkeypatch.setattr("sys.stdin", io.StringIO("y"))
     assert export(run, tmp_path / "public", *public) == 2

@@ -197,7 +197,7 @@ TOKEN = "log in by `hf auth login`, or set HF_TOKEN"
         ((403, "GatedRepo"), f"the publisher asks for consent: accept it on the repository's page, and {TOKEN}"),
         ((403, ""), f"the hub refuses access (HTTP 403); {TOKEN}, with the right to do this"),
         ((404, "RepoNotFound"), f"no such repository, or a private one; correct the name, or {TOKEN}"),
-        ((501, ""), "the hub answers HTTP 501; try again later: what is downloaded is kept"),
+        ((501, ""), "the hub answers HTTP 501; try again later: complete files are kept"),
     ],
 )
 def test_refusals_of_the_hub_have_a_remedy(server, refusal, message):

@@ -80,7 +80,11 @@ def main(argv: list[str]) -> int:
         confirm_push(options.push, options.public)
     code = write_export(options, target)
     if options.push and code == 0:
-        print(f"uploaded: {upload(target, options.push, options.public)}")
+        try:
+            print(f"uploaded: {upload(target, options.push, options.public)}")
+        except JobError as error:
+            later = shlex.join(["hf", "upload", options.push, str(target), "--exclude", RECORD])
+            raise JobError(f"{error}; the export itself is complete; upload it later: {later}") from error
     return code
 
 

@@ -204,7 +204,7 @@ def _reason_and_remedy(error: BaseException) -> str:
         status = error.response.status_code
         if status in (401, 403):
             return f"the hub refuses access (HTTP {status}); {token}, with the right to do this"
-        return f"the hub answers HTTP {status}; try again later: what is downloaded is kept"
+        return f"the hub answers HTTP {status}; try again later: complete files are kept"
     if isinstance(error, errors.OfflineModeIsEnabled | errors.DryRunError | errors.LocalEntryNotFoundError):
         if isinstance(cause, errors.HfHubHTTPError):
             return _reason_and_remedy(cause)
