@@ -61,6 +61,13 @@ def test_the_part_of_heads_that_is_rotated_is_read_wherever_it_is():
         assert HF.config.args_from_config(changed) == dataclasses.replace(TINY, rotary_dim=rotary_dim)
 
 
+def test_every_width_of_the_rotated_part_is_read_again():
+    """Also where its share of a head, times the head, is less by rounding: 30 / 44 x 44."""
+    for head_dim, rotary_dim in ((44, 30), (46, 26), (88, 60), (64, 32)):
+        args = dataclasses.replace(TINY, head_dim=head_dim, rotary_dim=rotary_dim)
+        assert HF.config.args_from_config(HF.config_to_hf(args)).rotary_dim == rotary_dim
+
+
 def test_depths_of_multi_token_prediction_are_left_in_the_folder(tmp_path):
     model, other = build(Glm4MoE, TINY), build(Glm4MoE, TINY, seed=1)
     tensors = HF.to_hf(model.state_dict(), TINY)

@@ -3,6 +3,7 @@
 No torch here, so `torchtitan check` stays quick.
 """
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -106,11 +107,17 @@ def _to_hf(args: Glm4MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
             "architectures": ["Glm4MoeForCausalLM"],
             "model_type": "glm4_moe",
             "head_dim": args.head_dim,
-            "partial_rotary_factor": args.rotary_dim / args.head_dim,
+            "partial_rotary_factor": _rotary_factor(args),
             "num_nextn_predict_layers": 0,
             **{key: getattr(args, name) for name, key in names.items()},
         }
     )
+
+
+def _rotary_factor(args: Glm4MoEArgs) -> float:
+    """Return a factor of head_dim that makes rotary_dim, for readers who round the product down."""
+    factor = args.rotary_dim / args.head_dim
+    return factor if int(args.head_dim * factor) == args.rotary_dim else math.nextafter(factor, 1.0)
 
 
 def _from_hf(config: Mapping[str, Any]) -> Glm4MoEArgs:
