@@ -840,7 +840,9 @@ def test_entries_of_datasets_become_sources(folder_with_model):
     assert texts.values["data.too_long"] == "drop" and any("Axolotl cuts them" in note for note in texts.notes)
     two = [{"path": "a.jsonl", "conversation": "chatml"}, {"path": "b.jsonl", "conversation": "llama-3"}]
     assert "one for all datasets" in str(import_config(FULL | {"datasets": two}).faults[0])
-    assert "tables that have a path" in str(import_config(FULL | {"datasets": [3]}).faults[0])
+    for entry in (3, {"path": ""}, {"path": "none"}):
+        assert "tables that have a path" in str(import_config(FULL | {"datasets": [entry]}).faults[0])
+    assert any("fsdp_config" in str(text) for text in import_config(FULL | {"fsdp_config": {1: 2}}).notes)
     roles = import_config(FULL | {"datasets": [{"path": "a.jsonl", "type": "alpaca.load_role"}]})
     assert 'given "alpaca.load_role"' in str(roles.faults[0])
     idle = import_config(FULL | {"datasets": [{"path": "a.jsonl", "type": "alpaca", "field": "content"}]})

@@ -473,7 +473,7 @@ class _Axolotl:
                 self.refuse("fsdp", options["fsdp"], "nothing with deepspeed", "drop one of the two")
             return
         strategies = self._strategies()
-        config = {name.removeprefix("fsdp_"): value for name, value in (options["fsdp_config"] or {}).items()}
+        config = {str(name).removeprefix("fsdp_"): value for name, value in (options["fsdp_config"] or {}).items()}
         if unknown := strategies - {*STRATEGIES, "auto_wrap", "offload"}:
             self.refuse("fsdp", sorted(unknown), f"{', '.join(STRATEGIES)}, auto_wrap, offload")
         if config.get("offload_params") is True or "offload" in strategies:

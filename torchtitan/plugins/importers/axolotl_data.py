@@ -384,7 +384,8 @@ def entry_of(raw_entry: Any, label: str, draft: JobDraft) -> Mapping[str, Any] |
     """
     if isinstance(raw_entry, str):
         raw_entry = {"path": raw_entry}
-    if not isinstance(raw_entry, dict) or not isinstance(raw_entry.get("path"), str):
+    path = raw_entry.get("path") if isinstance(raw_entry, dict) else None
+    if not isinstance(path, str) or path in UNSET:
         draft.refuse(label, raw_entry, "tables that have a path")
         return None
     nested = raw_entry.get("type")

@@ -29,8 +29,10 @@ GROUPS = 4
 """Number of groups per sequence in shifted attention."""
 OF_LORA = ("lora_rank", "lora_alpha", "lora_dropout", "lora_target", "additional_target")
 OF_FREEZE = ("freeze_trainable_layers", "freeze_trainable_modules", "freeze_extra_modules")
-NAMES = ("dataset", "eval_dataset", "lora_target", "additional_target", "galore_target")
-NAMES += ("freeze_trainable_modules", "freeze_extra_modules")
+NAMES = (
+    *("dataset", "eval_dataset", "lora_target", "additional_target", "galore_target"),
+    *("freeze_trainable_modules", "freeze_extra_modules"),
+)
 """Options that LLaMA-Factory takes as a list too, besides a text with commas."""
 PREFERENCE_OPTIONS = ("pref_beta", "pref_loss", "dpo_label_smoothing", "ref_model")
 
