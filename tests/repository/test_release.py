@@ -35,6 +35,12 @@ def test_the_commands_of_readme_are_tried():
     assert ["torchtitan", "presets", "ls"] in commands and len(commands) >= 12
 
 
+def test_an_entry_under_a_version_is_no_list_of_all_commits():
+    """A merge has once put the entries that a version sums up back below its summary."""
+    for section in re.split(r"^## (?=\d)", (ROOT / "CHANGELOG.md").read_text(), flags=re.MULTILINE)[1:]:
+        assert len(section.splitlines()) < 130, f"{section[:5]}: move new entries to `## Not released yet`"
+
+
 def test_changelog_and_page_name_the_formats():
     text = (ROOT / "CHANGELOG.md").read_text()
     newest = re.split(r"^## \d", text, flags=re.MULTILINE)[1]
