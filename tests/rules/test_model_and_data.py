@@ -57,7 +57,7 @@ MODEL = [
     (
         ["--model.overrides={rope_scaling = true}"],
         "model.overrides: given rope_scaling = true; allowed: rope_scaling = false, or a table of factor, "
-        "low_freq_factor, high_freq_factor, original_max_seq_len, kind, beta_fast, beta_slow",
+        "low_freq_factor, high_freq_factor, original_max_seq_len, kind, beta_fast, beta_slow, attention_factor",
     ),
     (
         ["--model.overrides={rope_scaling = {kind = 'dynamic'}}"],
@@ -67,7 +67,7 @@ MODEL = [
     (
         ["--model.overrides={rope_scaling = {facto = 2.0}}"],
         "model.overrides: given rope_scaling = {facto}; allowed: parts of rope_scaling: factor, low_freq_factor, "
-        "high_freq_factor, original_max_seq_len, kind, beta_fast, beta_slow; did you mean factor?",
+        "high_freq_factor, original_max_seq_len, kind, beta_fast, beta_slow, attention_factor; did you mean factor?",
     ),
     (
         ["--model.overrides={rope_scaling = {factor = 0}}"],
@@ -80,8 +80,8 @@ MODEL = [
     (
         ["--model.overrides={n_layer = 3}"],
         "model.overrides: given n_layer; allowed: sizes of llama3: dim, n_layers, n_heads, n_kv_heads, vocab_size, "
-        "multiple_of, ffn_dim_multiplier, norm_eps, rope_theta, rope_scaling, tied_embeddings, max_seq_len; did you "
-        "mean n_layers?",
+        "multiple_of, ffn_dim_multiplier, norm_eps, rope_theta, rope_scaling, tied_embeddings, max_seq_len, "
+        "head_width, attention_bias, mlp_bias; did you mean n_layers?",
     ),
     (
         ["--model.hf_folder=here"],

@@ -97,8 +97,8 @@ def batch_script(facts: Facts, options: argparse.Namespace, job_args: list[str])
     lines = [f"#SBATCH --{name}" + (f"={value}" if value else "") for name, value in request.items()]
     image = [f"export CONTAINER={shlex.quote(options.image)}"] if options.image else []
     if mounts := [volume.partition(":")[2] for volume in options.volume]:
-        others = shlex.quote("".join(f",{path}:{path}" for path in mounts))
-        image.append(f'export CONTAINER_MOUNTS="$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR"{others}')
+        volumes = shlex.quote("".join(f",{path}:{path}" for path in mounts))
+        image.append(f'export CONTAINER_MOUNTS="$SLURM_SUBMIT_DIR:$SLURM_SUBMIT_DIR"{volumes}')
     command = shlex.join(["scripts/multinode_trainer.slurm", *_overrides(job_args)])
     file = f"train_configs/{job_args[1]}.toml" if job_args[1] in shipped_jobs() else job_args[1]
     variables = [f"export CONFIG_FILE={shlex.quote(file)}", f"export NGPU={options.gpus}", *image]
