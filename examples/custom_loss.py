@@ -31,7 +31,7 @@ class StopBelow(Callback):
 
 
 def main() -> None:
-    with Engine.from_job("examples/book.toml", callbacks=[StopBelow(6.5)], **OPTIONS) as engine:
+    with Engine.from_job("examples/book.toml", callbacks=[StopBelow(7.0)], **OPTIONS) as engine:
         for batch in engine.data:
             loss = float(engine.forward_backward(batch, loss=weighted_loss))
             result = engine.optim_step()
