@@ -83,9 +83,10 @@ def test_the_next_rank_has_the_same_place():
     [
         {"parallelism__expert_parallel_degree": 2, "model__name": "deepseek", "model__flavor": "debugmodel"},
         {"task__kind": "documents", "adapter__kind": "neurocache"},
+        {"parallelism__tensor_parallel_degree": 2},  # no other data-parallel rank
     ],
 )
-def test_jobs_whose_losses_differ_by_rank_are_refused(options, tmp_path):
+def test_jobs_without_an_equal_forward_on_another_rank_are_refused(options, tmp_path):
     config = load(
         jobs.arguments(tmp_path / "run", jobs.write_texts(tmp_path), **JOB | {"model__overrides": "{}"} | options)
     )

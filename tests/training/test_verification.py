@@ -24,7 +24,7 @@ OPTIONS = {
 
 
 @pytest.fixture(scope="module")
-def made(tmp_path_factory):
+def finished(tmp_path_factory):
     """Return the folder of a run of five steps on one rank and its data, saved at steps 2, 4 and 5."""
     folder = tmp_path_factory.mktemp("verified")
     jobs.train(jobs.arguments(folder / "run", jobs.write_texts(folder), **OPTIONS))
@@ -32,9 +32,9 @@ def made(tmp_path_factory):
 
 
 @pytest.fixture
-def changed(made, tmp_path):
+def changed(finished, tmp_path):
     """Return a copy of the run, to be changed. Its job reads the data of the original."""
-    return Path(shutil.copytree(made / "run", tmp_path / "run"))
+    return Path(shutil.copytree(finished / "run", tmp_path / "run"))
 
 
 def verify(capsys, run, *arguments):
@@ -59,20 +59,20 @@ def rewrite(folder: Path, ending: str, change: float) -> None:
     (folder / layout.MANIFEST).write_text(layout.manifest_text(dataclasses.replace(manifest, files=files)))
 
 
-def test_a_run_follows_from_its_records_bit_for_bit(made, capsys):
-    before = {path: path.read_bytes() for path in sorted(made.rglob("*")) if path.is_file()}
-    code, out = verify(capsys, made / "run", "--steps=9", "--seed=1")
+def test_a_run_follows_from_its_records_bit_for_bit(finished, capsys):
+    before = {path: path.read_bytes() for path in sorted(finished.rglob("*")) if path.is_file()}
+    code, out = verify(capsys, finished / "run", "--steps=9", "--seed=1")
     lines = out.splitlines()
     assert code == 0 and lines[-1] == "verified"
     assert lines[0].endswith("5 of 5 logged steps, by --seed 1: 1, 2, 3, 4, 5") and len(lines) == 5
     assert lines[1].startswith("steps 1 to 2, from the initial weights, on one device: 2 logged steps and ")
     assert lines[2].startswith("steps 3 to 4, from the checkpoint of step 2") and "tensors of step-00000004" in lines[2]
     assert all(line.endswith("equal bit for bit") for line in lines[1:4])
-    assert {path: path.read_bytes() for path in sorted(made.rglob("*")) if path.is_file()} == before
+    assert {path: path.read_bytes() for path in sorted(finished.rglob("*")) if path.is_file()} == before
 
 
-def test_another_plan_is_equal_up_to_rounding(made, capsys):
-    code, out = verify(capsys, made / "run", "--steps=1", "--under", "tp=2")
+def test_another_plan_is_equal_up_to_rounding(finished, capsys):
+    code, out = verify(capsys, finished / "run", "--steps=1", "--under", "tp=2")
     assert code == 0 and "step 5, from the checkpoint of step 4, on tp=2: 1 logged step and" in out
     assert "equal up to rounding (0.0001 of a value, 0.01 of a tensor)" in out
 
@@ -148,12 +148,12 @@ def test_a_changed_record_is_noticed(changed, capsys):
     assert code == 1 and out.count("made again\n") == 1 and "  step 3: loss " in out
 
 
-def test_changed_data_are_noticed(made, tmp_path, capsys):
-    texts = made / "texts.jsonl"
+def test_changed_data_are_noticed(finished, tmp_path, capsys):
+    texts = finished / "texts.jsonl"
     before = texts.read_text()
     texts.write_text(before.replace("alpha", "omega", 40))
     try:
-        code, out = verify(capsys, made / "run", "--steps=5")
+        code, out = verify(capsys, finished / "run", "--steps=5")
     finally:
         texts.write_text(before)
     assert code == 1 and "NOT verified" in out
@@ -167,8 +167,8 @@ def test_changed_data_are_noticed(made, tmp_path, capsys):
         (["--under=tp=2", "--training.seq_len=8"], "--training.seq_len: allowed: options of the section parallelism"),
     ],
 )
-def test_bad_arguments_are_a_line(arguments, message, made, capsys):
-    code, out = verify(capsys, made / "run", *arguments)
+def test_bad_arguments_are_a_line(arguments, message, finished, capsys):
+    code, out = verify(capsys, finished / "run", *arguments)
     assert code == 2 and message in out
 
 

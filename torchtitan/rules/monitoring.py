@@ -164,11 +164,15 @@ def policies_can_be_followed(facts: Facts) -> Iterator[Fault]:
 
 
 def loss_is_the_same_on_another_rank(facts: Facts) -> Iterator[Fault]:
-    key = "guard.replay_every"
-    if facts.config.guard.replay_every and facts.job.layout.ep > 1:
+    key, layout = "guard.replay_every", facts.job.layout
+    if not facts.config.guard.replay_every:
+        return
+    if layout.dims.dp == 1:
+        yield facts.fault(key, "0 with one data-parallel rank", "there is no other rank to compare with; leave it out")
+    if layout.ep > 1:
         reason = "experts see the tokens of other samples too, so the bits of a loss depend on the rank; leave it out"
         yield facts.fault(key, "0 with parallelism.expert_parallel_degree", reason)
-    if facts.config.guard.replay_every and spec_of(facts.config.adapter).stateful:
+    if spec_of(facts.config.adapter).stateful:
         yield facts.fault(key, "0 with an adapter that keeps a cache on each rank", "leave it out")
 
 
