@@ -42,8 +42,9 @@ def parts(shape):
     return spec, args, getattr(transformers, config["architectures"][0]), CONFIG_MAPPING[config["model_type"]]
 
 
-# sums taken in another order: a few units of 2**-24, or of 2**-53, relative to the largest element
-@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 1e-5), (torch.float64, 1e-12)])
+# Sums taken in another order: units of 2**-24, or of 2**-53, relative to the largest element. Where keys with a bias are
+# normalized, the gradients of their weights are differences of terms a hundred times as large (1.1e-5 on one processor).
+@pytest.mark.parametrize("dtype, tolerance", [(torch.float32, 3e-5), (torch.float64, 1e-12)])
 @pytest.mark.parametrize("shape", GATED)
 def test_logits_and_every_gradient_equal_transformers(shape, dtype, tolerance, monkeypatch):
     spec, args, reference, config_class = parts(shape)
