@@ -1,12 +1,15 @@
 """Qwen 2, and Qwen 3 without and with experts: arguments, and logits, gradients and folders against transformers."""
 
 import dataclasses
+import random
 from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import pytest
 import torch
+import transformers
 from transformers import (
+    CONFIG_MAPPING,
     Qwen2Config,
     Qwen2ForCausalLM,
     Qwen3Config,
@@ -21,14 +24,17 @@ from transformers.models.qwen3_moe import modeling_qwen3_moe
 from tests.support.hf_parity import (
     build,
     check_names_convert_both_ways,
+    close,
     compare,
     configs,
     exact,
     refuse_config,
     save_and_load,
+    to_memory_names,
+    tokens_for,
     twin,
 )
-from tests.support.tiny_decoders import QWEN2, QWEN3, QWEN3_MOE
+from tests.support.tiny_decoders import GATED, QWEN2, QWEN3, QWEN3_MOE
 from torchtitan.core.errors import JobError
 from torchtitan.core.random_draws import Constant, Normal
 from torchtitan.models import SIZES
@@ -38,6 +44,7 @@ from torchtitan.models.qwen3.model import HF as QWEN3_HF
 from torchtitan.models.qwen3.model import Qwen3
 from torchtitan.models.qwen3_moe.model import HF as MOE_HF
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
+from torchtitan.models.spec import MODELS
 
 
 class Family(NamedTuple):
@@ -126,12 +133,8 @@ def test_a_saved_folder_loads_here_and_in_transformers(family, shape, shard_byte
         ("qwen3_moe", {"num_experts": None}, "no whole number above 0 for num_experts"),
         ("qwen3_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\], but this model only has \[\]"),
         *(
-            (name, change, message)
+            (name, {"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rotary scaling.*dynamic.*allowed are none")
             for name in FAMILIES
-            for change, message in [
-                ({"use_sliding_window": True}, "use_sliding_window = True"),
-                ({"rope_scaling": {"type": "dynamic", "factor": 4.0}}, "rotary scaling.*dynamic.*allowed are none"),
-            ]
         ),
     ],
 )
@@ -172,6 +175,50 @@ def test_a_published_config_with_an_unused_window_is_read():
     assert QWEN2_HF.config.args_from_config(PUBLISHED_7B) == SIZES["qwen2"]["7B"]
     narrow = PUBLISHED_7B | {"hidden_size": 896, "num_attention_heads": 14, "num_key_value_heads": 2}
     assert QWEN2_HF.config.args_from_config(narrow).head_dim == 64
+
+
+def random_windows(draws):
+    """Return random keys of windows, which may contradict each other."""
+    keys = {
+        "use_sliding_window": draws.choice([True, True, False]),
+        "sliding_window": draws.choice([1, 4, 9, None]),
+        "max_window_layers": draws.randrange(-1, 6),
+        "layer_types": draws.choice([None, [draws.choice(["full_attention", "sliding_attention"]) for _ in range(4)]]),
+    }
+    return {key: value for key, value in keys.items() if draws.random() < 0.8}
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "qwen2_moe", "qwen3_moe"])
+def test_layers_have_the_windows_that_transformers_gives_them(name, seed):
+    """Which of the keys counts, with any of them absent: a config is refused only where transformers fails."""
+    draws, spec = random.Random(seed), MODELS[name]
+    for _ in range(4):
+        tiny = dataclasses.replace(TINY[name] if name in TINY else GATED[name], n_layers=4)
+        model = build(spec.build, tiny)
+        windows = random_windows(draws)
+        if name == "qwen3_moe":
+            windows.pop("layer_types", None)  # no field of its config
+        config = {key: value for key, value in spec.hf.config_to_hf(tiny).items() if key != "use_sliding_window"}
+        config_class = CONFIG_MAPPING[name]
+        reference = getattr(transformers, config["architectures"][0])._from_config(config_class(**config | windows))
+        state = to_memory_names(spec.hf.to_hf(model.state_dict(), tiny), tiny)
+        reference.load_state_dict(state, strict=False)
+        tokens = tokens_for(tiny, 1, 20)
+        try:
+            expected = reference.eval()(tokens, use_cache=False).logits
+        except (ValueError, TypeError):
+            expected = None
+        try:
+            args = spec.hf.config.args_from_config(config | windows)
+        except JobError:
+            assert expected is None, windows
+            continue
+        other = build(spec.build, args)
+        other.load_state_dict(model.state_dict())
+        assert expected is not None and close(other(tokens), expected, 1e-5), windows
+        assert spec.hf.config.args_from_config(spec.hf.config_to_hf(args)) == args
 
 
 def test_features_missing_in_transformers_are_not_exported():

@@ -189,6 +189,8 @@ _EXPERTS = {
     "mixtral": _MIXTRAL,
     "mixtral window": replace(_MIXTRAL, sliding_window=5, tied_embeddings=True, top_k=3),
     "qwen2_moe": _QWEN2_MOE,
+    "qwen2_moe windows": replace(_QWEN2_MOE, n_layers=3, sliding_window=5, window_layers="0,2"),
+    "qwen3_moe window": Qwen3MoEArgs(**_TINY_EXPERTS, sliding_window=5),
     "qwen2_moe without biases": replace(_QWEN2_MOE, qkv_bias=False, normalize_top_k=True, n_shared_experts=1),
 }
 _GATED = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, vocab_size=64, max_seq_len=128)
@@ -208,6 +210,9 @@ GATED = {
     "phi4": Phi3Args(**_GATED | dict(n_kv_heads=4), tied_embeddings=True),
     "smollm3": SmolLM3Args(**_GATED | dict(n_layers=3), no_rope_interval=2, tied_embeddings=False),
     "smollm3 biased": SmolLM3Args(**_GATED, no_rope_interval=3, mlp_bias=True, attention_bias=True),
+    "qwen2 windows": Qwen2Args(**_GATED | dict(n_layers=4), sliding_window=5, window_layers="1,3"),
+    "qwen3 windows": Qwen3Args(**_GATED | dict(n_layers=3), sliding_window=5, window_layers="1-2"),
+    "qwen3 window": Qwen3Args(**_GATED, sliding_window=5),
     "granite tied, biased": GraniteArgs(**_GATED, tied_embeddings=True, attention_bias=True, mlp_bias=True),
     **_EXPERTS,
 }

@@ -1,5 +1,7 @@
 """Model sizes: checks, names and shapes of linear layers and parameters, and fields that families share. No torch."""
 
+import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -165,6 +167,7 @@ class GatedDecoderSizes:
     gelu = False  # in place of silu
     sliding_window = 0  # number of tokens that a token attends to, with itself; 0: all before it
     global_interval = 0  # the last of each so many layers has no window
+    window_layers = ""  # the layers with a window, as text (layer_spans); "": all, or as global_interval says
 
     @property
     def biases(self) -> Names:
@@ -173,7 +176,21 @@ class GatedDecoderSizes:
 
     def is_global(self, layer: int) -> bool:
         """Return True if a layer has no window."""
+        if self.sliding_window and self.window_layers:
+            return not _is_listed(layer, self.window_layers)
         return not self.sliding_window or (self.global_interval > 0 and (layer + 1) % self.global_interval == 0)
+
+    def check_windows(self) -> None:
+        """Raise JobError for impossible windows."""
+        check_not_negative(self, "sliding_window", "global_interval")
+        is_list = re.fullmatch(r"(\d{1,9}(-\d{1,9})?(,(?!$)|$))*", self.window_layers)
+        listed = [layer for layer in range(self.n_layers) if is_list and _is_listed(layer, self.window_layers)]
+        if self.window_layers and self.window_layers != (spans := layer_spans(listed, self.n_layers)):
+            raise JobError(
+                f"window_layers = {self.window_layers!r} with n_layers = {self.n_layers}: must list layers from 0 to "
+                f"{self.n_layers - 1} in ascending order, as '0-3,5' does, or be '' for all"
+                + (f"; write {spans!r}" if is_list and listed else "")
+            )
 
     @property
     def n_global_layers(self) -> int:
@@ -222,6 +239,25 @@ class GatedDecoderSizes:
         return self.num_matmul_parameters + self.n_layers * block + self.dim + embedding
 
 
+def layer_spans(layers: Iterable[int], n_layers: int) -> str:
+    """Return ascending layers as text, such as "0-3,5"; empty if they are all of `n_layers`."""
+    spans: list[list[int]] = []
+    for layer in layers:
+        if spans and spans[-1][1] == layer - 1:
+            spans[-1][1] = layer
+        else:
+            spans.append([layer, layer])
+    if spans == [[0, n_layers - 1]]:
+        return ""
+    return ",".join(str(first) if first == last else f"{first}-{last}" for first, last in spans)
+
+
+def _is_listed(layer: int, spans: str) -> bool:
+    """Return True if a text as that of layer_spans lists a layer."""
+    ends = (span.split("-") for span in spans.split(","))
+    return any(int(first_and_last[0]) <= layer <= int(first_and_last[-1]) for first_and_last in ends)
+
+
 @dataclass(frozen=True, kw_only=True)
 class GatedArgs(GatedDecoderSizes):
     """Arguments of decoders with a gated feed-forward. A family sets its own defaults."""
@@ -243,7 +279,7 @@ class GatedArgs(GatedDecoderSizes):
         check_positive(
             self, "dim", "n_layers", "n_heads", "n_kv_heads", "ffn_dim", "head_dim", "vocab_size", "max_seq_len"
         )
-        check_not_negative(self, "sliding_window", "global_interval")
+        self.check_windows()
         check_even(self, "head_dim")
         check_grouped_heads(self)
 

@@ -47,7 +47,7 @@ logger = logging.getLogger(__name__)
 
 FILE = REFERENCE_FILE
 LATER_SIZES: dict[str, Any] = {"head_width": None, "attention_bias": False, "mlp_bias": False}
-LATER_SIZES |= {"query_growth": 0.0, "query_period": 1, "attention_factor": None}
+LATER_SIZES |= {"query_growth": 0.0, "query_period": 1, "attention_factor": None, "window_layers": ""}
 """Sizes of models that were added when there were files, and the values with which they do not count."""
 LATER_OPTIONS = ("save", "last_save_in_peft", "relora")
 """Options of [adapter] that do not change the model before the first step."""

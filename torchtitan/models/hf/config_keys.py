@@ -16,6 +16,8 @@ DECODER_KEYS = frozenset(
     )
 )
 """Keys that the readers of all families with rotary positions use."""
+WINDOW_KEYS = frozenset(("use_sliding_window", "sliding_window", "layer_types"))
+"""Keys of `read_windows` (layer_kinds.py)."""
 ALWAYS_USED = frozenset(("model_type", "quantization_config", "is_causal", "attention_dropout"))
 """Keys that `ConfigConverter` checks for all families."""
 

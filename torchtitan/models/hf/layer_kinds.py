@@ -1,11 +1,12 @@
 """config.json: the layers that have a sliding window, rotary positions of their own, or none. No torch."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import agreed_value
-from torchtitan.models.hf.config import check_supported, read_number
+from torchtitan.models.hf.config import check_supported, read_flag, read_number, read_window
+from torchtitan.models.sizes import layer_spans
 
 SLIDING, FULL = "sliding_attention", "full_attention"
 """transformers' names of the kinds of layers."""
@@ -26,10 +27,41 @@ def only_layer_type(config: Mapping[str, Any]) -> str | None:
 
 
 def check_full_attention(config: Mapping[str, Any]) -> None:
-    """Raise JobError if a layer of the Qwen families has a sliding window, which they do not have here."""
+    """Raise JobError if a layer has a sliding window, in a family that has none here."""
     check_supported(config, {"use_sliding_window": False})  # without it a sliding_window has no effect
     if only_layer_type(config) == SLIDING:
         raise JobError(f"layer_types has {SLIDING!r}, but this model only has {FULL!r}")
+
+
+def read_windows(config: Mapping[str, Any], derived: Sequence[bool], nullable: bool = True) -> dict[str, Any]:
+    """Return the sizes of the windows of a config with use_sliding_window, in which layer_types counts if it is there.
+
+    `derived`: for each layer, whether it has a window by transformers' other rules. `nullable`: sliding_window may be
+    null. Raises JobError for other kinds of layers, or for windows without a length.
+    """
+    window = read_window(config, 4096, nullable) if read_flag(config, "use_sliding_window", False) else 0
+    if (types := config.get("layer_types")) is None:
+        has_window = [bool(window) and is_derived for is_derived in derived]
+    elif isinstance(types, list) and len(types) == len(derived) and all(kind in (SLIDING, FULL) for kind in types):
+        has_window = [kind == SLIDING for kind in types]
+    else:
+        raise JobError(f"layer_types = {types!r}; allowed: {len(derived)} entries, each {FULL!r} or {SLIDING!r}")
+    layers = [layer for layer, is_windowed in enumerate(has_window) if is_windowed]
+    if layers and not window:
+        raise JobError(
+            f"layer_types has {SLIDING!r}, but without use_sliding_window = true and a sliding_window nothing says how "
+            "long the window is; transformers fails on it"
+        )
+    spans = layer_spans(layers, len(derived))
+    return {"sliding_window": window, "window_layers": spans} if layers else {}
+
+
+def window_config(args: Any) -> dict[str, Any]:
+    """Return the fields that `read_windows` reads."""
+    if not args.sliding_window:
+        return {"use_sliding_window": False}
+    types = [FULL if args.is_global(layer) else SLIDING for layer in range(args.n_layers)]
+    return {"use_sliding_window": True, "sliding_window": args.sliding_window, "layer_types": types}
 
 
 def every_nth(n_layers: int, interval: int, last: Any = FULL, other: Any = SLIDING) -> list[Any]:

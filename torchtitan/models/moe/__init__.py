@@ -215,7 +215,7 @@ class GroupedMoEArgs(MoEDecoderArgs, GatedDecoderSizes):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_positive(self, "n_kv_heads", "head_dim")
-        check_not_negative(self, "sliding_window")
+        self.check_windows()
         check_even(self, "head_dim")
         check_grouped_heads(self)
 

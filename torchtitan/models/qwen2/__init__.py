@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchtitan.models.family import ConfigConverter, Family
-from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes
-from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
-from torchtitan.models.hf.layer_kinds import check_full_attention
+from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_number
+from torchtitan.models.hf.config_keys import DECODER_KEYS, WINDOW_KEYS, config_keys
+from torchtitan.models.hf.layer_kinds import read_windows, window_config
 from torchtitan.models.sizes import DEBUG, QKV, GatedArgs
 
 
@@ -19,7 +19,10 @@ class Qwen2Args(GatedArgs):
     vocab_size: int = 151936
     norm_eps: float = 1e-6
     rope_theta: float = 1000000.0
+    sliding_window: int = 0  # number of tokens that a token attends to, with itself; 0: all before it
+    window_layers: str = ""  # the layers with a window; "": all
 
+    may_be_zero: ClassVar = ("sliding_window",)
     biases: ClassVar = QKV
 
 
@@ -41,8 +44,8 @@ QWEN2 = {
 
 def _to_hf(args: Qwen2Args, dtype: Any = "float32") -> dict[str, Any]:
     """Return the fields of transformers' Qwen2Config."""
-    fields = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2", "use_sliding_window": False}
-    config = gated_config(args, dtype) | fields
+    fields = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    config = gated_config(args, dtype) | fields | window_config(args)
     del config["attention_bias"]  # no field of Qwen2Config: queries, keys and values always have biases
     return config
 
@@ -50,14 +53,19 @@ def _to_hf(args: Qwen2Args, dtype: Any = "float32") -> dict[str, Any]:
 def _from_hf(config: Mapping[str, Any]) -> Qwen2Args:
     check_supported(config, {"hidden_act": "silu"})
     sizes = gated_sizes(config, 32768, kv_heads=32)
-    check_full_attention(config)
-    return Qwen2Args(**sizes)
+    return Qwen2Args(**sizes, **read_windows(config, windows_from_layer(config, sizes["n_layers"])))
+
+
+def windows_from_layer(config: Mapping[str, Any], n_layers: int) -> list[bool]:
+    """Return for each layer of Qwen 2 or 3 whether it has a window by max_window_layers: if it is not below it."""
+    first = read_number(config, "max_window_layers", 28)
+    return [layer >= first for layer in range(n_layers)]
 
 
 KEYS = config_keys(
-    DECODER_KEYS - {"attention_bias"} | {"head_dim", "use_sliding_window", "layer_types"},
+    DECODER_KEYS - {"attention_bias"} | {"head_dim", *WINDOW_KEYS, "max_window_layers"},
     # biases are in every file; the last is of other programs, for very long texts
-    harmless=("sliding_window", "max_window_layers", "attention_bias", "dual_chunk_attention_config"),
+    harmless=("attention_bias", "dual_chunk_attention_config"),
 )
 CONFIG = ConfigConverter(model_types=("qwen2",), to_hf=_to_hf, from_hf=_from_hf, keys=KEYS)
 

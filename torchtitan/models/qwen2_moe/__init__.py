@@ -9,9 +9,9 @@ from typing import Any, ClassVar
 
 from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigConverter, Family
-from torchtitan.models.hf.config import check_numbers, read_flag
+from torchtitan.models.hf.config import check_numbers, read_flag, read_number
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
-from torchtitan.models.hf.layer_kinds import check_full_attention
+from torchtitan.models.hf.layer_kinds import read_windows
 from torchtitan.models.moe import PLAIN_SOFTMAX, GroupedMoEArgs, check_exported
 from torchtitan.models.qwen3_moe import ALIASES, NOT_COMPUTED, qwen_config, qwen_sizes
 from torchtitan.models.qwen3_moe import USED as QWEN3_USED
@@ -26,6 +26,9 @@ class Qwen2MoEArgs(GroupedMoEArgs):
     max_seq_len: int = 32768
     n_shared_experts: int = 4  # as one feed-forward with a gate
     qkv_bias: bool = True
+    sliding_window: int = 0  # number of tokens that a token attends to, with itself; 0: all before it
+    window_layers: str = ""  # the layers with a window; "": all
+    may_be_zero: ClassVar = (*GroupedMoEArgs.may_be_zero, "sliding_window")
     shared_gate: ClassVar = True
     mean_aux_loss: ClassVar = True
 
@@ -75,17 +78,18 @@ def _to_hf(args: Qwen2MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
 def _from_hf(config: Mapping[str, Any]) -> Qwen2MoEArgs:
     sizes = qwen_sizes(config)
     check_numbers(config, ("shared_expert_intermediate_size",))
-    check_full_attention(config)
+    last = read_number(config, "max_window_layers", 28)
+    windows = read_windows(config, [i % 2 == 0 and i < last for i in range(sizes["n_layers"])], nullable=False)
     shared, remainder = divmod(config["shared_expert_intermediate_size"], sizes["expert_dim"])
     if remainder:
         raise JobError(
             f"shared_expert_intermediate_size = {config['shared_expert_intermediate_size']}; allowed: a multiple of "
             f"moe_intermediate_size = {sizes['expert_dim']}"
         )
-    return Qwen2MoEArgs(**sizes, n_shared_experts=shared, qkv_bias=read_flag(config, "qkv_bias", True))
+    return Qwen2MoEArgs(**sizes, **windows, n_shared_experts=shared, qkv_bias=read_flag(config, "qkv_bias", True))
 
 
-USED = (*QWEN3_USED, "qkv_bias", "shared_expert_intermediate_size", "layer_types")
+USED = (*QWEN3_USED, "qkv_bias", "shared_expert_intermediate_size", "layer_types", "max_window_layers")
 KEYS = config_keys(
     DECODER_KEYS - {"attention_bias", "intermediate_size"} | {*USED}, harmless=(*NOT_COMPUTED, "attention_bias")
 )

@@ -9,8 +9,9 @@ from typing import Any, ClassVar
 
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes
-from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
-from torchtitan.models.hf.layer_kinds import check_full_attention
+from torchtitan.models.hf.config_keys import DECODER_KEYS, WINDOW_KEYS, config_keys
+from torchtitan.models.hf.layer_kinds import read_windows, window_config
+from torchtitan.models.qwen2 import windows_from_layer
 from torchtitan.models.sizes import DEBUG, GatedArgs
 
 
@@ -20,7 +21,10 @@ class Qwen3Args(GatedArgs):
     norm_eps: float = 1e-6
     rope_theta: float = 1000000.0
     max_seq_len: int = 40960
+    sliding_window: int = 0  # number of tokens that a token attends to, with itself; 0: all before it
+    window_layers: str = ""  # the layers with a window; "": all
 
+    may_be_zero: ClassVar = ("sliding_window",)
     qk_norm: ClassVar = True
 
 
@@ -38,24 +42,17 @@ QWEN3 = {
 
 def _to_hf(args: Qwen3Args, dtype: Any = "float32") -> dict[str, Any]:
     """Return the fields of transformers' Qwen3Config."""
-    qwen3_fields = {
-        "architectures": ["Qwen3ForCausalLM"],
-        "model_type": "qwen3",
-        "use_sliding_window": False,
-    }
-    return gated_config(args, dtype) | qwen3_fields
+    fields = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    return gated_config(args, dtype) | fields | window_config(args)
 
 
 def _from_hf(config: Mapping[str, Any]) -> Qwen3Args:
     check_supported(config, {"hidden_act": "silu", "attention_bias": False})
     sizes = gated_sizes(config, 32768, kv_heads=32, head_dim=128)
-    check_full_attention(config)
-    return Qwen3Args(**sizes)
+    return Qwen3Args(**sizes, **read_windows(config, windows_from_layer(config, sizes["n_layers"])))
 
 
-KEYS = config_keys(
-    DECODER_KEYS | {"head_dim", "use_sliding_window", "layer_types"}, harmless=("sliding_window", "max_window_layers")
-)
+KEYS = config_keys(DECODER_KEYS | {"head_dim", *WINDOW_KEYS, "max_window_layers"})
 CONFIG = ConfigConverter(model_types=("qwen3",), to_hf=_to_hf, from_hf=_from_hf, keys=KEYS)
 
 

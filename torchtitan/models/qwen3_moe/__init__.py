@@ -17,6 +17,7 @@ from torchtitan.models.hf.config import (
     scaling_from_hf,
 )
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
+from torchtitan.models.hf.layer_kinds import read_windows, window_config
 from torchtitan.models.moe import PLAIN_SOFTMAX, GroupedMoEArgs, check_exported
 
 
@@ -26,6 +27,8 @@ class Qwen3MoEArgs(GroupedMoEArgs):
 
     vocab_size: int = 151936
     max_seq_len: int = 40960
+    sliding_window: int = 0  # number of tokens that a token attends to, with itself; 0: all before it
+    may_be_zero: ClassVar = (*GroupedMoEArgs.may_be_zero, "sliding_window")
     qk_norm: ClassVar = True
 
 
@@ -62,17 +65,16 @@ def qwen_config(args: GroupedMoEArgs, dtype: Any) -> dict[str, Any]:
         "norm_topk_prob": args.normalize_top_k,
         "decoder_sparse_step": 1,
         "mlp_only_layers": [],
-        "use_sliding_window": False,
         "router_aux_loss_coef": args.aux_loss_weight,
     }
-    return decoder_config(args, dtype) | rotary_config(args) | shared_fields
+    return decoder_config(args, dtype) | rotary_config(args) | shared_fields | window_config(args)
 
 
 def qwen_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
     """Return the arguments that `qwen_config` writes."""
     numbers = ("num_key_value_heads", "moe_intermediate_size", "num_experts", "num_experts_per_tok")
     sizes = decoder_sizes(config, 32768, *numbers)
-    only = {"hidden_act": "silu", "use_sliding_window": False, "decoder_sparse_step": 1, "mlp_only_layers": []}
+    only = {"hidden_act": "silu", "decoder_sparse_step": 1, "mlp_only_layers": []}
     check_supported(config, only)
     read_number(config, "decoder_sparse_step", 1)  # transformers refuses null here
     return sizes | {
@@ -90,20 +92,26 @@ def qwen_sizes(config: Mapping[str, Any]) -> dict[str, Any]:
 def _to_hf(args: Qwen3MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
     """Return the fields of transformers' Qwen3MoeConfig. Raises JobError for unsupported routing."""
     check_exported(args, {**PLAIN_SOFTMAX, "n_shared_experts": 0}, "Qwen 3")
-    return qwen_config(args, dtype) | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    config = qwen_config(args, dtype) | {"architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe"}
+    config.pop("layer_types", None)  # no field of Qwen3MoeConfig: all layers are alike
+    return config
 
 
 def _from_hf(config: Mapping[str, Any]) -> Qwen3MoEArgs:
     check_supported(config, {"attention_bias": False})
-    return Qwen3MoEArgs(**qwen_sizes(config))
+    sizes = qwen_sizes(config)
+    windows = read_windows(config, [True] * sizes["n_layers"])
+    return Qwen3MoEArgs(**sizes, sliding_window=windows.get("sliding_window", 0))
 
 
 USED = ("head_dim", "moe_intermediate_size", "num_experts", "num_experts_per_tok", "norm_topk_prob", "mlp_only_layers")
-USED += ("use_sliding_window", "decoder_sparse_step", "router_aux_loss_coef")
-NOT_COMPUTED = ("sliding_window", "max_window_layers", "intermediate_size")  # windows are off, no layer is dense
-NOT_COMPUTED += ("dual_chunk_attention_config",)  # the last is of other programs, for very long texts
+USED += ("use_sliding_window", "sliding_window", "decoder_sparse_step", "router_aux_loss_coef")
+# no layer is dense; the last is of other programs, for very long texts
+NOT_COMPUTED = ("intermediate_size", "dual_chunk_attention_config")
 KEYS = config_keys(
-    DECODER_KEYS - {"intermediate_size"} | {*USED}, harmless=NOT_COMPUTED, defaults={"use_qk_norm": True}
+    DECODER_KEYS - {"intermediate_size"} | {*USED},
+    harmless=(*NOT_COMPUTED, "max_window_layers"),
+    defaults={"use_qk_norm": True},
 )
 ALIASES = {"num_local_experts": "num_experts"}  # transformers 5 writes the first, transformers 4 the second
 CONFIG = ConfigConverter(model_types=("qwen3_moe",), to_hf=_to_hf, from_hf=_from_hf, keys=KEYS, aliases=ALIASES)
