@@ -71,6 +71,8 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("mistral", "Nemo-12B"): 12_247_782_400,
     ("mixtral", "8x7B"): 46_702_792_704,
     ("mixtral", "8x22B"): 140_620_634_112,
+    ("glm", "9B"): 9_399_951_360,
+    ("glm4", "9B"): 9_400_279_040,
     # without multi-token prediction and the biases of experts
     ("glm4_moe", "106B-A12B"): 106_852_245_504,
     ("glm4_moe", "355B-A32B"): 352_797_814_784,

@@ -213,7 +213,9 @@ def test_layers_have_the_windows_that_transformers_gives_them(name, seed):
         try:
             args = spec.hf.config.args_from_config(config | windows)
         except JobError:
-            assert expected is None, windows
+            # transformers' Qwen 2 with experts has windows of no token then
+            is_empty = name == "qwen2_moe" and not windows.get("use_sliding_window")
+            assert expected is None or is_empty, windows
             continue
         other = build(spec.build, args)
         other.load_state_dict(model.state_dict())

@@ -578,7 +578,7 @@ def windows_of_some_layers() -> list[Combination]:
     return rows
 
 
-GATED = ("granite", "olmo2", "olmo3", "phi3", "phi4", "smollm3")
+GATED = ("glm", "glm4", "granite", "olmo2", "olmo3", "phi3", "phi4", "smollm3")
 """Families that are a Llama with other options."""
 
 

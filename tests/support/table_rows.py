@@ -49,6 +49,8 @@ MICRO_SIZES = {
     "olmo3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, global_interval=2),
     "qwen2_moe": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1, sliding_window=7)
     | dict(window_layers="0"),
+    "glm": dict(n_kv_heads=2, head_dim=16, rotary_dim=8, ffn_dim=96),
+    "glm4": dict(n_kv_heads=2, head_dim=16, rotary_dim=8, ffn_dim=96),
     "glm4_moe": dict(n_kv_heads=2, head_dim=16, rotary_dim=8, ffn_dim=96, expert_dim=32, qk_norm=True),
     "opt": dict(ffn_dim=96, max_seq_len=32, order="post", embed_dim=32),
     "phi3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7),

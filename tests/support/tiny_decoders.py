@@ -4,6 +4,7 @@ from dataclasses import replace
 
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
 from torchtitan.models.gemma3 import Gemma3Args
+from torchtitan.models.glm4 import Glm4Args
 from torchtitan.models.glm4_moe import Glm4MoEArgs
 from torchtitan.models.gpt2 import GPT2Args
 from torchtitan.models.granite import GraniteArgs
@@ -213,6 +214,9 @@ GATED = {
     "qwen2 windows": Qwen2Args(**_GATED | dict(n_layers=4), sliding_window=5, window_layers="1,3"),
     "qwen3 windows": Qwen3Args(**_GATED | dict(n_layers=3), sliding_window=5, window_layers="1-2"),
     "qwen3 window": Qwen3Args(**_GATED, sliding_window=5),
+    "glm4": Glm4Args(**_GATED | dict(n_layers=3), rotary_dim=4),
+    "glm4 without biases": Glm4Args(**_GATED, rotary_dim=8, qkv_bias=False, tied_embeddings=True),
+    "glm": Glm4Args(**_GATED | dict(head_dim=12), rotary_dim=6, output_norms=False),
     "granite tied, biased": GraniteArgs(**_GATED, tied_embeddings=True, attention_bias=True, mlp_bias=True),
     **_EXPERTS,
 }

@@ -15,6 +15,7 @@ from torchtitan.core.registry import Registry
 from torchtitan.models.deepseek import FAMILY as DEEPSEEK
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.gemma3 import FAMILY as GEMMA3
+from torchtitan.models.glm4 import GLMS
 from torchtitan.models.glm4_moe import FAMILY as GLM4_MOE
 from torchtitan.models.gpt2 import FAMILY as GPT2
 from torchtitan.models.granite import FAMILY as GRANITE
@@ -36,6 +37,7 @@ FAMILIES: dict[str, Family] = {
     **LLAMAS,
     "deepseek": DEEPSEEK,
     "gemma3": GEMMA3,
+    **GLMS,
     "glm4_moe": GLM4_MOE,
     "gpt2": GPT2,
     "granite": GRANITE,

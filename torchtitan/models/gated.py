@@ -2,8 +2,8 @@
 
 A family that is a Llama with other options (`GatedDecoderSizes` of sizes.py) is a subclass of GatedDecoder and a
 `gated_spec`. The one difference from transformers beyond names: heads rotate adjacent pairs of features (Meta's order),
-transformers rotates feature i with i + head_dim / 2, so the rows of wq and wk, their biases and the weights of their
-norms are in another order.
+transformers in most families feature i with i + head_dim / 2, so the rows of wq and wk, their biases and the weights of
+their norms are in another order.
 """
 
 from collections.abc import Callable, Mapping
@@ -108,7 +108,7 @@ def tensor_map(args: Any, family_names: Mapping[str, str] = NO_NAMES) -> TensorM
     names = ATTENTION | FEED_FORWARD | (QK_NORMS if args.qk_norm else {}) | family_names
     names |= {f"{name}.bias": names[f"{name}.weight"].removesuffix("weight") + "bias" for name in args.biases}
     rows = {f"{name}.weight": outputs for name, (outputs, _) in args.block_linears(0).items() if name in QKV}
-    turned = {"attention.wq.bias", "attention.wk.bias", *QK_NORMS, *REORDERED}
+    turned = set() if args.rotates_adjacent else {"attention.wq.bias", "attention.wk.bias", *QK_NORMS, *REORDERED}
     return TensorMap(
         layer_names=names,
         n_experts=getattr(args, "n_experts", 0),

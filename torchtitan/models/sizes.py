@@ -58,6 +58,14 @@ def check_even(args: Any, name: str) -> None:
         raise JobError(f"{name} = {getattr(args, name)}: must be even, as rotary embeddings turn pairs")
 
 
+def check_rotary_dim(args: Any) -> None:
+    """Raise JobError unless rotary_dim, the width of the part of a head that is rotated, is possible."""
+    check_positive(args, "rotary_dim")
+    check_even(args, "rotary_dim")
+    if args.rotary_dim > args.head_dim:
+        raise JobError(f"rotary_dim = {args.rotary_dim}: must be at most head_dim = {args.head_dim}")
+
+
 def check_probabilities(args: Any, *names: str) -> None:
     """Raise JobError unless these dropout probabilities are in [0, 1)."""
     for name in names:
@@ -162,6 +170,7 @@ class GatedDecoderSizes:
     query_period = 1
     qk_norm = False  # norms of each head's queries and keys
     qk_norm_over_heads = False  # of all heads' at once
+    rotates_adjacent = False  # adjacent features of a head are rotated together in transformers too
     norm_order: NormOrder = "pre"
     zero_centered = False  # norms multiply by 1 + weight
     gelu = False  # in place of silu
@@ -183,13 +192,14 @@ class GatedDecoderSizes:
     def check_windows(self) -> None:
         """Raise JobError for impossible windows."""
         check_not_negative(self, "sliding_window", "global_interval")
-        is_list = re.fullmatch(r"(\d{1,9}(-\d{1,9})?(,(?!$)|$))*", self.window_layers)
-        listed = [layer for layer in range(self.n_layers) if is_list and _is_listed(layer, self.window_layers)]
-        if self.window_layers and self.window_layers != (spans := layer_spans(listed, self.n_layers)):
+        text, layers = self.window_layers, list[int]()
+        if re.fullmatch(r"(\d{1,9}(-\d{1,9})?(,(?!$)|$))+", text):
+            layers = [layer for layer in range(self.n_layers) if _is_listed(layer, text)]
+        if text and text != (spans := layer_spans(layers, self.n_layers)):
             raise JobError(
-                f"window_layers = {self.window_layers!r} with n_layers = {self.n_layers}: must list layers from 0 to "
+                f"window_layers = {text!r} with n_layers = {self.n_layers}: must list layers from 0 to "
                 f"{self.n_layers - 1} in ascending order, as '0-3,5' does, or be '' for all"
-                + (f"; write {spans!r}" if is_list and listed else "")
+                + (f"; write {spans!r}" if layers else "")
             )
 
     @property

@@ -3,7 +3,6 @@
 No torch here, so `torchtitan check` stays quick.
 """
 
-import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from torchtitan.models.hf.config import (
     check_supported,
     decoder_config,
     decoder_sizes,
+    partial_rotary_factor,
     read_flag,
     read_number,
     rotary_config,
@@ -22,7 +22,7 @@ from torchtitan.models.hf.config import (
 )
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.moe import DenseFirstArgs, GroupedMoEArgs, check_exported
-from torchtitan.models.sizes import QKV, Names, check_even, check_positive
+from torchtitan.models.sizes import QKV, Names, check_rotary_dim
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -39,10 +39,7 @@ class Glm4MoEArgs(GroupedMoEArgs, DenseFirstArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "rotary_dim")
-        check_even(self, "rotary_dim")
-        if self.rotary_dim > self.head_dim:
-            raise JobError(f"rotary_dim = {self.rotary_dim}: must be at most head_dim = {self.head_dim}")
+        check_rotary_dim(self)
 
     @property
     def biases(self) -> Names:
@@ -107,17 +104,11 @@ def _to_hf(args: Glm4MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
             "architectures": ["Glm4MoeForCausalLM"],
             "model_type": "glm4_moe",
             "head_dim": args.head_dim,
-            "partial_rotary_factor": _rotary_factor(args),
+            "partial_rotary_factor": partial_rotary_factor(args),
             "num_nextn_predict_layers": 0,
             **{key: getattr(args, name) for name, key in names.items()},
         }
     )
-
-
-def _rotary_factor(args: Glm4MoEArgs) -> float:
-    """Return a factor of head_dim that makes rotary_dim, for readers who round the product down."""
-    factor = args.rotary_dim / args.head_dim
-    return factor if int(args.head_dim * factor) == args.rotary_dim else math.nextafter(factor, 1.0)
 
 
 def _from_hf(config: Mapping[str, Any]) -> Glm4MoEArgs:

@@ -50,7 +50,7 @@ def read_windows(config: Mapping[str, Any], derived: Sequence[bool], nullable: b
     if layers and not window:
         raise JobError(
             f"layer_types has {SLIDING!r}, but without use_sliding_window = true and a sliding_window nothing says how "
-            "long the window is; transformers fails on it"
+            "long the window is"
         )
     spans = layer_spans(layers, len(derived))
     return {"sliding_window": window, "window_layers": spans} if layers else {}
