@@ -53,7 +53,7 @@ FAULTS = {
     "device's: it is summed over tp once too often, or each rank computes it in full; declare its module in the "
     "ParallelPlan",
     ("family:undeclared", "TP 2 with sequence parallel"): "layers.0.attention_norm.weight: no pattern of the "
-    "tensor-parallel plan covers this parameter; add its module to column, row, replicated or sequence",
+    "tensor-parallel plan covers this parameter; add its module to column, row, by_head, replicated or sequence",
     ("adapter:partial", "TP 2"): "each rank has a part of it, and they are not added up over tp; return its gradient's "
     "placement from `tensor_placements`",
     ("optimizer:ShardNormed", "FSDP2 2"): "its step reads what depends on the shard, as a norm or a maximum of "

@@ -8,14 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.nn.attention import activate_flash_attention_impl
-from torch.nn.attention.flex_attention import BlockMask, create_block_mask, flex_attention
+from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_block_mask, flex_attention
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.fused import compile_lazily
 from torchtitan.models.layers import RMSNorm, autocast_dtype, autocast_off, rotate
-from torchtitan.parallelisms.attention_kernels import fastest_cpu_dtype
+from torchtitan.parallelisms.attention_kernels import fastest_cpu_dtype, mask_bias
+from torchtitan.parallelisms.attention_sinks import SinkAttentionFunction, join_sinks
 from torchtitan.parallelisms.region_attention import RegionTable, attend_by_regions, region_table
-from torchtitan.parallelisms.sequence_layout import Tokens
+from torchtitan.parallelisms.sequence_layout import Tokens, with_sinks
 
 BACKENDS = ("auto", "sdpa", "flex", "fa3")
 Mask = torch.Tensor | BlockMask | RegionTable | None
@@ -112,15 +113,24 @@ class AttentionKernel(nn.Module):
         create = compile_lazily(create_block_mask) if device.type == "cuda" else create_block_mask
         return create(visible, batch, None, len(queries.indices), len(keys.indices), device=device)
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attend with q [B, H, S, D], k [B, H / n, S, D] and v [B, H / n, S, V] -> [B, H, S, V].
 
         n query heads share a key/value head. Scores are scaled by 1 / sqrt(D). Values may be narrower than keys.
+        `sinks`: [H], see Sinks.
         """
         if isinstance(mask, BlockMask):
             flex = flex_attention if torch.compiler.is_compiling() else compile_lazily(flex_attention)
-            return flex(q, k, v, block_mask=mask, enable_gqa=k.shape[1] != q.shape[1])
+            grouped = k.shape[1] != q.shape[1]
+            if sinks is None:
+                return flex(q, k, v, block_mask=mask, enable_gqa=grouped)
+            out, aux = flex(q, k, v, block_mask=mask, enable_gqa=grouped, return_aux=AuxRequest(lse=True))
+            return join_sinks(out, aux.lse, sinks)[0]
         dtype = autocast_dtype(q.device.type) or q.dtype
+        if sinks is not None:
+            return self._with_sinks(*(x.to(dtype) for x in (q, k, v)), mask, sinks)
         if isinstance(mask, RegionTable):
             return attend_by_regions(*(x.to(dtype) for x in (q, k, v)), mask.regions, self.window)[0]
         if q.device.type != "cpu":
@@ -128,6 +138,24 @@ class AttentionKernel(nn.Module):
         kernel_dtype = fastest_cpu_dtype(dtype, q.shape[-1], k.shape[2])
         with autocast_off("cpu"):
             return self._sdpa(*(x.to(kernel_dtype) for x in (q, k, v)), mask).to(dtype)
+
+    def _with_sinks(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: torch.Tensor | RegionTable | None,
+        sinks: torch.Tensor,
+    ) -> torch.Tensor:
+        """Attend as `forward` does without a BlockMask."""
+        regions = mask.regions if isinstance(mask, RegionTable) else None
+        kernel_dtype = q.dtype
+        if q.device.type == "cpu" and regions is None:
+            kernel_dtype = fastest_cpu_dtype(q.dtype, q.shape[-1], k.shape[2])
+        q, k, v, dtype = *(x.to(kernel_dtype) for x in (q, k, v)), q.dtype
+        bias = mask_bias(mask, q) if isinstance(mask, torch.Tensor) else None
+        with autocast_off(q.device.type):
+            return SinkAttentionFunction.apply(q, k, v, sinks, regions, self.window, bias, self.causal).to(dtype)
 
     def _sdpa(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: torch.Tensor | None) -> torch.Tensor:
         grouped = k.shape[1] != q.shape[1]
@@ -185,11 +213,34 @@ class SharedInputs(NamedTuple):
     by_kind: Mapping[int, tuple[Any, Any]] | None = None  # index of a kind -> rotation and mask of its blocks
 
 
-def run_attention(kernel: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, shared: SharedInputs) -> torch.Tensor:
-    """Apply the kernel to q [B, S, H, E], k [B, S, K, E] and v [B, S, K, V] -> concatenated heads [B, S, H V]."""
+def run_attention(
+    kernel: Any,
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    shared: SharedInputs,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Apply the kernel to q [B, S, H, E], k [B, S, K, E] and v [B, S, K, V] -> concatenated heads [B, S, H V].
+
+    `sinks`: [H], see Sinks.
+    """
     draws = (shared.keys,) if getattr(kernel, "has_dropout", False) else ()
-    y = kernel(q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), shared.mask, *draws)  # [B, H, S, V]
+    heads_first = (x.transpose(1, 2) for x in (q, k, v))
+    y = kernel(*heads_first, shared.mask, *draws, **with_sinks(sinks))  # [B, H, S, V]
     return y.transpose(1, 2).flatten(-2)
+
+
+class Sinks(nn.Module):
+    """A learned score of each head that joins the softmax of its queries, and has no value (attention_sinks.py)."""
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(heads))
+
+    def forward(self) -> torch.Tensor:
+        """Return the scores, [H]."""
+        return self.weight
 
 
 class GroupedSizes(Protocol):
@@ -206,7 +257,7 @@ class GroupedQueryAttention(nn.Module):
     It has rotary positions if the layer's kind does. With `qk_norm`, a kind of norm, each head's query and key are
     normalized before rotation (arXiv:2302.05442, as in Qwen 3), with `over_heads` all heads' at once. `bias` applies to
     all four matrices, unless `output_bias` is given for the last one. Scores are scaled by `query_scale` / sqrt(E).
-    `growth`: see growth_of_queries.
+    `growth`: see growth_of_queries. `sinks`: heads have one, see Sinks.
 
     Letters of the shapes: B samples, S tokens, D width, H query heads, K key/value heads, E = head_dim.
     """
@@ -221,6 +272,7 @@ class GroupedQueryAttention(nn.Module):
         output_bias: bool | None = None,
         over_heads: bool = False,
         growth: tuple[float, int] = (0.0, 1),
+        sinks: bool = False,
     ):
         super().__init__()
         self.growth = growth
@@ -232,6 +284,7 @@ class GroupedQueryAttention(nn.Module):
         heads = (args.n_heads, args.num_kv_heads) if over_heads else (1, 1)
         norms = [qk_norm(n * args.head_dim, args.norm_eps) if qk_norm else None for n in heads]
         self.q_norm, self.k_norm = norms
+        self.sinks = Sinks(args.n_heads) if sinks else None
         self.kernel = kernel
 
     def forward(self, x: torch.Tensor, shared: SharedInputs) -> torch.Tensor:
@@ -249,7 +302,8 @@ class GroupedQueryAttention(nn.Module):
             q, k = rotate(q, shared.rotation), rotate(k, shared.rotation)
         if self.growth[0]:
             q = q * growth_of_queries(shared.positions, *self.growth)[..., None, None].to(q.dtype)
-        return self.wo(run_attention(self.kernel, q, k, v, shared))  # [B, S, D]
+        sinks = None if self.sinks is None else self.sinks()
+        return self.wo(run_attention(self.kernel, q, k, v, shared, sinks))  # [B, S, D]
 
 
 def growth_of_queries(positions: torch.Tensor, growth: float, period: int) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchtitan.models.attention import AttentionKernel, Mask
 from torchtitan.models.decoder import Decoder
-from torchtitan.parallelisms.sequence_layout import Tokens
+from torchtitan.parallelisms.sequence_layout import Tokens, with_sinks
 from torchtitan.torch_internals.dispatch import local_parameters
 
 TRANSPOSED_ROWS = 512
@@ -46,10 +46,12 @@ class CachingKernel(nn.Module):
             return None
         return self.kernel.prepare(Tokens(places[self.num_cached :], None), Tokens(places, None))
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """Attend as AttentionKernel does: q [B, H, Q, D] of the new tokens, with their k and v -> [B, H, Q, V]."""
         attention = self.full_attention if mask is None and self.num_cached else self.kernel
-        return attention(q, *self._append(k, v), mask)
+        return attention(q, *self._append(k, v), mask, **with_sinks(sinks))
 
     def _append(self, *new: torch.Tensor) -> list[torch.Tensor]:
         """Append new keys and values [B, H / n, Q, D] to the cache and return all cached ones.

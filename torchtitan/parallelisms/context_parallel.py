@@ -46,6 +46,7 @@ from torchtitan.parallelisms.sequence_layout import (
     declares,
     depends_on_head_index,
     has_dropout,
+    with_sinks,
 )
 from torchtitan.torch_internals import collectives
 
@@ -178,16 +179,22 @@ class AllGatherAttention(ContextParallelAttention):
         return any(uses(tokens) for name in ("uses_flex", "uses_regions") if (uses := getattr(self.inner, name, None)))
 
     def forward(
-        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask, *random_keys: torch.Tensor
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Mask,
+        *random_keys: torch.Tensor,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Attend: q [B, H, s, E] -> [B, H, s, V]. `random_keys` [B, s]: of this rank, for attention dropout."""
         widths = (k.shape[-1], v.shape[-1])
         both = GatherSequence.apply(torch.cat((k, v), dim=-1), self.layout, self.group_name)
         k, v = both.split(widths, dim=-1)  # [B, K, S, E] and [B, K, S, V]
         if isinstance(mask, KernelMask):
-            return self.inner(q, k, v, mask.mask, *random_keys)
+            return self.inner(q, k, v, mask.mask, *random_keys, **with_sinks(sinks))
         regions = self.layout.visible_in_sequence(self.rank, q.shape[2], self.inner.causal)
-        return RegionAttentionFunction.apply(q, k, v, regions, *(mask or (None, None)), self.device_type)
+        return RegionAttentionFunction.apply(q, k, v, regions, *(mask or (None, None)), self.device_type, sinks)
 
 
 class RingAttention(ContextParallelAttention):
@@ -221,7 +228,14 @@ class UlyssesAttention(ContextParallelAttention):
             Tokens(indices, None if documents is None else self.layout.unshard(self.gather_documents(documents)))
         )
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: Mask) -> torch.Tensor:
+    def forward(
+        self,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        mask: Mask,
+        sinks: torch.Tensor | None = None,
+    ) -> torch.Tensor:
         ranks, heads, key_heads = self.layout.ranks, q.shape[1], k.shape[1]
         check_ulysses_heads(ranks, heads)
         # repeat key/value heads until `ranks` divides them; the query heads are divisible by both, so by the lcm too
@@ -236,7 +250,8 @@ class UlyssesAttention(ContextParallelAttention):
             x.unflatten(-1, (-1, width)).transpose(1, 2)
             for x, width in zip(sequences, (q.shape[-1], k.shape[-1], v.shape[-1]), strict=True)
         ]
-        y = self.inner(*heads_first, mask)  # [B, H / ranks, S, V]
+        local_sinks = None if sinks is None else sinks.chunk(ranks)[self.rank]
+        y = self.inner(*heads_first, mask, **with_sinks(local_sinks))  # [B, H / ranks, S, V]
         y = y.transpose(1, 2).unflatten(1, (ranks, -1)).movedim(1, 0)  # [ranks, B, s, H / ranks, V]
         return ExchangeShards.apply(y, self.group_name).permute(1, 0, 3, 2, 4).flatten(1, 2)
 

@@ -30,6 +30,7 @@ from torchtitan.parallelisms.attention_kernels import (
     kernel_dtype,
     mask_bias,
 )
+from torchtitan.parallelisms.attention_sinks import join_sinks, sinks_gradient
 from torchtitan.parallelisms.region_attention import (
     RegionTable,
     attend_by_regions,
@@ -46,7 +47,8 @@ Documents = tuple[torch.Tensor, torch.Tensor]
 class RegionAttentionFunction(torch.autograd.Function):
     """Attention over a list of regions: q [B, H, Q, E], k [B, K, S, E], v [B, K, S, V] -> [B, H, Q, V].
 
-    Each query must see at least one key in some region. `device_type`: as in kernel_dtype.
+    Each query must see at least one key in some region. `device_type`: as in kernel_dtype. `sinks`: [H], or None
+    (attention_sinks.py).
     """
 
     @staticmethod
@@ -59,26 +61,28 @@ class RegionAttentionFunction(torch.autograd.Function):
         query_documents: torch.Tensor | None,
         key_documents: torch.Tensor | None,
         device_type: str | None = None,
+        sinks: torch.Tensor | None = None,
     ) -> torch.Tensor:
         documents = None if query_documents is None else (query_documents, key_documents)
         attention = BlockwiseAttention(q, v.shape[-1], device_type)
         for region in regions:
             attention.add(k, v, region, documents)
-        results = attention.results()
-        ctx.save_for_backward(q, k, v, query_documents, key_documents, *results)
+        results = attention.results(sinks)
+        ctx.save_for_backward(q, k, v, query_documents, key_documents, sinks, *results)
         ctx.regions, ctx.device_type = regions, device_type
         return results[0]
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        q, k, v, query_documents, key_documents, *results = ctx.saved_tensors
+        q, k, v, query_documents, key_documents, sinks, *results = ctx.saved_tensors
         documents = None if query_documents is None else (query_documents, key_documents)
         gradients = BlockwiseGradients(q, grad, results, ctx.device_type)
         wide = accumulation_dtype(k.dtype)
         grad_k, grad_v = (torch.zeros(x.shape, dtype=wide, device=x.device) for x in (k, v))
         for region in ctx.regions:
             gradients.add(k, v, region, documents, grad_k, grad_v)
-        return gradients.grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype), None, None, None, None
+        of_inputs = gradients.grad_q.to(q.dtype), grad_k.to(k.dtype), grad_v.to(v.dtype)
+        return *of_inputs, None, None, None, None, gradients.of_sinks(sinks)
 
 
 class BlockwiseAttention:
@@ -110,11 +114,12 @@ class BlockwiseAttention:
         )
         logsumexp.copy_(total)
 
-    def results(self) -> tuple[torch.Tensor, ...]:
+    def results(self, sinks: torch.Tensor | None = None) -> tuple[torch.Tensor, ...]:
         """Return the tensors for backward: the output [B, H, Q, V] in q's dtype, the logsumexp [B, H, Q], and the
-        kernel's extra results (random state).
+        kernel's extra results (random state). Both have `sinks` [H] joined, if there are any.
         """
-        return (self.out.to(self.dtype), self.logsumexp, *self.extras)
+        out, logsumexp = join_sinks(self.out, self.logsumexp, sinks)
+        return (out.to(self.dtype), logsumexp, *self.extras)
 
 
 class BlockwiseGradients:
@@ -131,6 +136,10 @@ class BlockwiseGradients:
         self.grad, self.out = grad.to(self.q.dtype), results[0].to(self.q.dtype)
         self.logsumexp, self.extras = results[1], tuple(results[2:])
         self.grad_q = torch.zeros(q.shape, dtype=accumulation_dtype(q.dtype), device=q.device)
+
+    def of_sinks(self, sinks: torch.Tensor | None) -> torch.Tensor | None:
+        """Return the gradient of the sinks [H]; None without them."""
+        return None if sinks is None else sinks_gradient(self.grad, self.out, self.logsumexp, sinks)
 
     def add(
         self,

@@ -123,6 +123,8 @@ class Kernel(Protocol):
     * `plain_attention`: it computes softmax(q k' / sqrt(E)) v over the tokens of the query's document, up to the query
       if `causal`. Then ring_attention.py can compute the result by regions, without the kernel.
 
+    A kernel of a model with attention sinks (attention_sinks.py) also takes `sinks` [H], those of its query heads.
+
     A kernel without declarations runs under ulysses, which passes full sequences and some of the heads. A kernel with
     attention dropout (`has_dropout`) also takes random keys of its queries. It needs all keys and values under their
     original heads.
@@ -150,6 +152,11 @@ def declares(kernel: Kernel, attribute: str) -> bool:
 def has_dropout(kernel: Any) -> bool:
     """Return True if the kernel takes its queries' dropout keys [B, Q], as an argument after the mask."""
     return getattr(kernel, "has_dropout", False)
+
+
+def with_sinks(sinks: torch.Tensor | None) -> dict[str, torch.Tensor]:
+    """Return the further argument of a kernel for sinks [H]: none without them, as not every kernel takes them."""
+    return {} if sinks is None else {"sinks": sinks}
 
 
 def depends_on_head_index(kernel: Any) -> bool:

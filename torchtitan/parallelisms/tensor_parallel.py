@@ -73,7 +73,7 @@ def apply_tensor_parallel(
 
     for name, module in _matching(model, plan, plan.column):
         _split(name, module, mesh, "column", _Column, BY_OUTPUT)
-    _split_norms(model, mesh, plan, border)
+    _split_norms_and_heads(model, mesh, plan, border)
     for name, module in _matching(model, plan, plan.row):
         placements = {"weight": (Shard(1), Shard(1)), "bias": (Replicate(), tokens_gradient)}
         _split(name, module, mesh, "row", _Row, placements, border=border)
@@ -104,12 +104,14 @@ def apply_tensor_parallel(
         if not isinstance(parameter, DTensor):
             raise ValueError(
                 f"{name}: no pattern of the tensor-parallel plan covers this parameter; "
-                f"add its module to column, row, replicated or sequence"
+                f"add its module to column, row, by_head, replicated or sequence"
             )
 
 
-def _split_norms(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border: "RegionBorder") -> None:
-    """Shard the RMS norms over features that are themselves sharded."""
+def _split_norms_and_heads(model: nn.Module, mesh: DeviceMesh, plan: ParallelPlan, border: "RegionBorder") -> None:
+    """Shard the RMS norms over features that are themselves sharded, and parameters of heads."""
+    for name, module in _matching(model, plan, plan.by_head):
+        _split(name, module, mesh, "by_head", _Replicated, BY_OUTPUT)
     for name, module in _matching(model, plan, plan.split_norms):
         if not isinstance(module, nn.RMSNorm):
             raise ValueError(

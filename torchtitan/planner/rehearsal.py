@@ -96,7 +96,11 @@ class Flash(AttentionKernel):
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> None:
         """Do nothing: the kernel has no mask of any shape."""
 
-    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object) -> torch.Tensor:
+    def forward(
+        self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, sinks: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        if sinks is not None:
+            return super().forward(q, k, v, None, sinks)
         width = v.shape[-1]  # the result is as wide as the values, even if keys are wider
         return attention_for_cpu(q[..., :width], k[..., :width], v)[0]
 
