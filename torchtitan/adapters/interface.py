@@ -58,7 +58,7 @@ def _weights_of_parameter(model: nn.Module, path: str, attribute: str) -> float:
     module = model.get_submodule(path)
     parameter, args = getattr(module, attribute), getattr(model, "args", None)
     if isinstance(module, Experts):
-        return parameter.numel() * args.top_k / args.n_experts
+        return parameter.numel() * args.top_k / args.n_experts if parameter.dim() > 2 else 0.0
     head = getattr(model, HEAD, None)
     heads = 1 + getattr(args, "n_mtp_layers", 0)
     if isinstance(module, nn.Embedding):

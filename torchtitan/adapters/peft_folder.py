@@ -101,7 +101,7 @@ def to_peft(state: Mapping[str, torch.Tensor], form: TensorMap) -> Tensors:
     for name, value in state.items():
         module, kind, matrix = _split(name)
         weight = f"{module}.{matrix or 'weight'}"
-        peft_names = [PREFIX + peft_name.removesuffix("weight") + _ENDINGS[kind] for peft_name in form.hf_names(weight)]
+        peft_names = [PREFIX + hf_name.removesuffix("weight") + _ENDINGS[kind] for hf_name in _hf_names(weight, form)]
         if matrix:
             peft_tensors |= {
                 peft_name: part.t().contiguous() for peft_name, part in zip(peft_names, value, strict=True)
@@ -122,8 +122,8 @@ def from_peft(
     for name in shapes:
         module, kind, matrix = _split(name)
         endings = [
-            peft_name.removesuffix("weight") + _ENDINGS[kind]
-            for peft_name in form.hf_names(f"{module}.{matrix or 'weight'}")
+            hf_name.removesuffix("weight") + _ENDINGS[kind]
+            for hf_name in _hf_names(f"{module}.{matrix or 'weight'}", form)
         ]
         peft_names[name] = [PREFIX + peft_name for peft_name in endings]
     expected = {peft_name for names in peft_names.values() for peft_name in names}
@@ -159,7 +159,7 @@ def peft_config(options: Options, names: list[str], form: TensorMap, base: str) 
         weight = f"{module}.{matrix or 'weight'}"
         transposed |= form.is_transposed(weight)
         joined_weights = form.joined_names(weight)
-        for hf_name in form.hf_names(weight):
+        for hf_name in _hf_names(weight, form):
             modules[hf_name.removesuffix(".weight")] = (
                 len(adapted_modules(joined_weights, names)) if len(joined_weights) > 1 else 1
             )
@@ -209,6 +209,16 @@ def load(folder: Path, options: Options, form: TensorMap, shapes: Mapping[str, t
         return from_peft(peft_tensors, form, shapes)
     except JobError as error:
         raise JobError(f"{folder}: {error}") from None
+
+
+def _hf_names(weight: str, form: TensorMap) -> list[str]:
+    """Return the Hugging Face names of a weight. Raises JobError for experts that are stacked there too."""
+    if not weight.endswith(".weight") and not form.is_stacked(weight):
+        raise JobError(
+            f"{weight}: peft's layout has no pair for each matrix of experts that Hugging Face stacks; write the whole "
+            "model (torchtitan export --merge), or leave experts out of adapter.target"
+        )
+    return form.hf_names(weight)
 
 
 def _split(name: str) -> tuple[str, str, str]:

@@ -434,7 +434,7 @@ class Decoder(nn.Module):
         A tied matrix is initialized as a head: embeddings of standard deviation 1 would make logits of sqrt(D). Biases
         start at zero.
         """
-        if name.endswith(".bias"):
+        if name.endswith("bias"):  # of experts too
             return Constant(0.0)
         if "norm" in name:
             return Constant(1.0)

@@ -17,6 +17,7 @@ from torchtitan.models.hf.config import (
     check_types,
     find_config,
     fp8_block_size,
+    is_mxfp4,
     read_json,
     read_number,
     tensor_files,
@@ -48,6 +49,7 @@ class ConfigConverter:
     keys: DeclaredKeys  # of config.json, see hf/config_keys.py
     aliases: Mapping[str, str] = field(default_factory=dict)  # second name of a key -> the name that `from_hf` reads
     is_causal: bool = True
+    reads_mxfp4: bool = False  # matrices of experts may be packed, see hf/mxfp4.py
     ignored_keys: frozenset[str] = frozenset()  # model.ignore_config_keys
     tied_tensors: tuple[tuple[str, str], ...] = (("embed_tokens.weight", "lm_head.weight"),)
     """Ends of the names of tensors of a folder and the names of their copies, of which the first pair is the
@@ -67,6 +69,11 @@ class ConfigConverter:
         if model_type not in self.refused_types:
             config = self._known_part(config)
         fp8_block_size(config)
+        if is_mxfp4(config) and not self.reads_mxfp4:
+            raise JobError(
+                "quantization_config has quant_method = 'mxfp4', which this model's weights are not read from; "
+                "convert them to bfloat16 first"
+            )
         args = self.from_hf(config)
         if (dropped := read_number(config, "attention_dropout", 0.0, null=0.0)) and not hasattr(
             args, "attention_dropout"

@@ -21,7 +21,7 @@ from torchtitan.models.family import ConfigConverter
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, REORDERED, ROUTER_BIAS, TensorMap
 from torchtitan.models.layers import GeGLU, RMSNorm, Rotary, SwiGLU, ZeroCenteredRMSNorm
-from torchtitan.models.sizes import QKV, Rope
+from torchtitan.models.sizes import QKV, SINKS, Rope
 from torchtitan.models.spec import HuggingFace, ModelSpec
 from torchtitan.parallelisms.plan import ParallelPlan
 
@@ -42,6 +42,7 @@ class GatedDecoder(Decoder):
                 output_bias="attention.wo" in args.biases,
                 over_heads=args.qk_norm_over_heads,
                 growth=(args.query_growth, args.query_period),
+                sinks=args.sinks,
             )
             layer_block = self.build_block(args, layer, attention)
             layer_block.residual_multiplier = args.residual_multiplier
@@ -82,12 +83,14 @@ def norm_of(args: Any) -> type[RMSNorm]:
 
 
 QK_NORM = "attention.[qk]_norm"
+BY_HEAD = "attention.sinks"
 POST_NORMS = ("attention_post_norm", "ffn_post_norm")
 PLAN = replace(
     DECODER_PLAN,
+    by_head=(BY_HEAD,),
     replicated=(QK_NORM,),  # each rank norms its own heads
     sequence=(*DECODER_PLAN.sequence, *POST_NORMS),
-    optional=(QK_NORM, *POST_NORMS),
+    optional=(BY_HEAD, QK_NORM, *POST_NORMS),
 )
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 SANDWICH_NORMS = {
@@ -103,9 +106,15 @@ FUSED_QKV = {f"{name}.weight": "self_attn.qkv_proj.weight" for name in QKV}
 FUSED_GATE = {f"feed_forward.{matrix}.weight": "mlp.gate_up_proj.weight" for matrix in ("w1", "w3")}
 
 
-def tensor_map(args: Any, family_names: Mapping[str, str] = NO_NAMES) -> TensorMap:
-    """Return the names; `family_names`: those within a layer that a Llama does not have or calls otherwise."""
+def tensor_map(
+    args: Any, family_names: Mapping[str, str] = NO_NAMES, interleaved: frozenset[str] = frozenset()
+) -> TensorMap:
+    """Return the names; `family_names`: those within a layer that a Llama does not have or calls otherwise.
+
+    `interleaved`: see TensorMap.
+    """
     names = ATTENTION | FEED_FORWARD | (QK_NORMS if args.qk_norm else {}) | family_names
+    names |= {SINKS: "self_attn.sinks"} if args.sinks else {}
     names |= {f"{name}.bias": names[f"{name}.weight"].removesuffix("weight") + "bias" for name in args.biases}
     rows = {f"{name}.weight": outputs for name, (outputs, _) in args.block_linears(0).items() if name in QKV}
     turned = set() if args.rotates_adjacent else {"attention.wq.bias", "attention.wk.bias", *QK_NORMS, *REORDERED}
@@ -113,6 +122,7 @@ def tensor_map(args: Any, family_names: Mapping[str, str] = NO_NAMES) -> TensorM
         layer_names=names,
         n_experts=getattr(args, "n_experts", 0),
         reordered=frozenset(turned),
+        interleaved=interleaved,
         float32=frozenset({ROUTER_BIAS}),
         head_dim=args.head_dim,
         rows=rows,

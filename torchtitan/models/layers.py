@@ -188,8 +188,8 @@ def llama3(plain: torch.Tensor, scaling: RopeScaling) -> torch.Tensor:
 def yarn(plain: torch.Tensor, theta: float, scaling: Any) -> torch.Tensor:
     """Scale frequencies [F] -> [F] as YaRN (arXiv:2309.00071).
 
-    It differs from llama3 in blending linearly in the index of the pair of features, between the integer indices around
-    the pairs that turn beta_fast and beta_slow times.
+    It differs from llama3 in blending linearly in the index of the pair of features, between the pairs that turn
+    beta_fast and beta_slow times, or the integer indices around them unless `truncate` is false.
     """
     head_dim = 2 * len(plain)
 
@@ -198,9 +198,12 @@ def yarn(plain: torch.Tensor, theta: float, scaling: Any) -> torch.Tensor:
         wavelength = scaling.original_max_seq_len / (2 * math.pi * turns)
         return head_dim * math.log(wavelength) / (2 * math.log(theta))
 
-    first, last = max(math.floor(pair(scaling.beta_fast)), 0), min(math.ceil(pair(scaling.beta_slow)), head_dim - 1)
+    ends = pair(scaling.beta_fast), pair(scaling.beta_slow)
+    if getattr(scaling, "truncate", True):
+        ends = math.floor(ends[0]), math.ceil(ends[1])
+    first, last = max(ends[0], 0), min(ends[1], head_dim - 1)
     steps = torch.arange(len(plain), device=plain.device).float() - first
-    stretch = (steps / max(last - first, 0.001)).clamp(0, 1)
+    stretch = (steps / (max(last - first, 0) or 0.001)).clamp(0, 1)
     return plain / scaling.factor * stretch + plain * (1 - stretch)
 
 

@@ -28,6 +28,7 @@ class RopeScaling:
     beta_fast: float = 32.0
     beta_slow: float = 1.0
     attention_factor: float | None = None  # of yarn's rotated features; None: 0.1 ln(factor) + 1
+    truncate: bool = True  # yarn blends between whole indices of features
 
     def theta(self, theta: float, head_dim: int) -> float:
         """Return rope_theta, for ntk changed so that the slowest pair of features turns `factor` times slower."""
@@ -93,6 +94,7 @@ Sizes = dict[str, tuple[int, int]]
 Names = tuple[str, ...]
 NORMS: Names = ("attention_norm.weight", "ffn_norm.weight")
 QK_NORMS: Names = ("attention.q_norm.weight", "attention.k_norm.weight")
+SINKS = "attention.sinks.weight"
 POST_NORMS: Names = ("attention_post_norm.weight", "ffn_post_norm.weight")
 ENDS: Names = ("tok_embeddings.weight", "norm.weight")
 """Names of parameters, other than linear layers, in a block and outside of the blocks."""
@@ -175,6 +177,7 @@ class GatedDecoderSizes:
     zero_centered = False  # norms multiply by 1 + weight
     gelu = False  # in place of silu
     sliding_window = 0  # number of tokens that a token attends to, with itself; 0: all before it
+    sinks = False  # heads have a learned score that joins their softmax
     global_interval = 0  # the last of each so many layers has no window
     window_layers = ""  # the layers with a window, as text (layer_spans); "": all, or as global_interval says
 
@@ -230,7 +233,8 @@ class GatedDecoderSizes:
         return widths | dict.fromkeys(QK_NORMS if self.qk_norm else (), self.head_dim)
 
     def block_others(self, layer: int) -> Names:
-        return (*self.norm_widths, *(f"{name}.bias" for name in self.biases))
+        sinks = (SINKS,) if self.sinks else ()
+        return (*self.norm_widths, *sinks, *(f"{name}.bias" for name in self.biases))
 
     @property
     def end_others(self) -> Names:
@@ -246,6 +250,7 @@ class GatedDecoderSizes:
     def num_parameters(self) -> int:
         embedding, linear_layers = 0 if self.tied_embeddings else self.vocab_size * self.dim, self.block_linears(0)
         block = sum(self.norm_widths.values()) + sum(linear_layers[name][0] for name in self.biases)
+        block += self.n_heads if self.sinks else 0
         return self.num_matmul_parameters + self.n_layers * block + self.dim + embedding
 
 

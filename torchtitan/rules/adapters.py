@@ -8,6 +8,7 @@ from pathlib import Path
 from torchtitan.adapters import ADAPTERS, COMMON_OPTIONS, NONE, RULE_CHECKED_OPTIONS, peft_config, spec_of
 from torchtitan.adapters.targets import (
     QUANTIZED_MULTIPLES,
+    is_expert_stack,
     layer_of,
     linear_adapter_options,
     misfits,
@@ -149,6 +150,14 @@ def adapter_folders_fit(facts: Facts) -> Iterator[Fault]:
         if options.last_save_in_peft and getattr(options, name):
             remedy = "its folder can only hold low-rank matrices; keep checkpoints, or merge the adapter"
             yield facts.fault("adapter.last_save_in_peft", f"false with adapter.{name}", remedy)
+    linear_options = linear_adapter_options(options)
+    if linear_options is None or not getattr(facts.model.args, "stacked_in_folders", False):
+        return
+    if any(map(is_expert_stack, target_linears(linears(facts.model.args), linear_options))):
+        for name, off in (("last_save_in_peft", "false"), ("initial_path", "unset")):
+            if getattr(options, name):
+                remedy = "peft has no pairs for each matrix of stacked experts; leave it or the experts out"
+                yield facts.fault(f"adapter.{name}", f"{off} with experts in adapter.target", remedy)
 
 
 def _adapter_is_of_this_kind(facts: Facts, folder: Path) -> Iterator[Fault]:

@@ -59,6 +59,8 @@ RANGES = {
     "attention_multiplier": (1e-6, 1e3),
     "residual_multiplier": (1e-6, 1e3),
     "logits_divisor": (1e-6, 1e6),
+    "swiglu_limit": (1e-3, 1e6),
+    "swiglu_alpha": (1e-3, 1e3),
 }
 """Allowed ranges of arguments, far beyond all published models (norms 1e-12 to 1e-5, theta 1e4 to 5e10)."""
 HF_KEYS = {
@@ -247,13 +249,29 @@ def _header_bytes(file: Path) -> int:
         return 8 + int(struct.unpack("<Q", opened.read(8).ljust(8, b"\0"))[0])
 
 
-def fp8_block_size(config: Mapping[str, Any]) -> BlockSize | None:
-    """Return rows and columns of the blocks that share one scale; None if weights are not quantized.
+MXFP4 = "mxfp4"
+MXFP4_KEYS = DeclaredKeys(
+    used=frozenset(("quant_method",)), harmless=frozenset(("modules_to_not_convert", "dequantize"))
+)
+"""Keys of its quantization_config. The names of the tensors say which matrices are packed."""
 
-    Raises JobError for any other quantization.
+
+def is_mxfp4(config: Mapping[str, Any]) -> bool:
+    """Return True if matrices of experts may be packed (hf/mxfp4.py). Raises JobError for an unknown key."""
+    quantization = config.get("quantization_config")
+    if not isinstance(quantization, dict) or quantization.get("quant_method") != MXFP4:
+        return False
+    MXFP4_KEYS.check(quantization, "quantization_config", "convert the weights to bfloat16 first")
+    return True
+
+
+def fp8_block_size(config: Mapping[str, Any]) -> BlockSize | None:
+    """Return rows and columns of the blocks that share one scale; None if weights are not in 8 bits.
+
+    Raises JobError for any other quantization than this and MXFP4.
     """
     quantization = config.get("quantization_config")
-    if quantization is None:
+    if quantization is None or is_mxfp4(config):
         return None
     is_fp8 = (
         isinstance(quantization, dict)
@@ -541,8 +559,9 @@ def _to_hf(scaling: RopeScaling) -> dict[str, Any] | None:
     if scaling.kind == "ntk":
         return None
     table = {"rope_type": scaling.kind} | {key: getattr(scaling, ROPE_KEYS[key]) for key in ROPE_KINDS[scaling.kind]}
-    factor = getattr(scaling, "attention_factor", None)
-    return table if factor is None else table | {"attention_factor": factor}
+    factor = scaling.attention_factor
+    table |= {} if factor is None else {"attention_factor": factor}
+    return table if scaling.truncate else table | {"truncate": False}
 
 
 def scaling_from_hf(config: Mapping[str, Any]) -> RopeScaling | None:
@@ -555,11 +574,11 @@ def scaling_from_hf(config: Mapping[str, Any]) -> RopeScaling | None:
     if kind not in ROPE_KINDS or set(ROPE_KINDS[kind]) - set(values) - {"beta_fast", "beta_slow"}:
         kinds = "; ".join(f"{name} with {', '.join(keys)}" for name, keys in ROPE_KINDS.items())
         raise JobError(f"rotary scaling {dict(rope)}; allowed are none and types {kinds}")
-    check_supported(rope, {"truncate": True})
     if kind != "yarn":
-        check_supported(rope, {"attention_factor": None, "mscale": None, "mscale_all_dim": None})
+        check_supported(rope, {"attention_factor": None, "mscale": None, "mscale_all_dim": None, "truncate": True})
     sizes = {ROPE_KEYS[key]: value for key, value in values.items()}
-    return RopeScaling(kind=kind, **sizes, attention_factor=_attention_factor(rope))
+    truncate = read_flag(rope, "truncate", True)
+    return RopeScaling(kind=kind, **sizes, attention_factor=_attention_factor(rope), truncate=truncate)
 
 
 def _attention_factor(rope: Mapping[str, Any]) -> float | None:

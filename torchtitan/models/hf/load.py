@@ -5,7 +5,7 @@ All names, shapes and dtypes are checked before any tensor is read. The family's
 Weights may be in 8 bits with a scale for each block, as DeepSeek V3 is published (arXiv:2412.19437, section 3.3). A
 matrix in float8_e4m3fn comes with a second one, named with the suffix `_scale_inv`, which has one number for each block
 of weight_block_size rows and columns (blocks at the edges are smaller). A weight is its 8-bit value times the number of
-its block.
+its block. Matrices of experts may be in 4 bits (hf/mxfp4.py).
 """
 
 import os
@@ -30,10 +30,12 @@ from torchtitan.models.hf.config import (
     BlockSize,
     StoredTensor,
     fp8_block_size,
+    is_mxfp4,
     read_json,
     unreadable_weights,
 )
 from torchtitan.models.hf.config_keys import INDEX_KEYS
+from torchtitan.models.hf.mxfp4 import BLOCK, STORED_TYPE, PackedExperts, packed_shapes
 from torchtitan.models.hf.names import TensorMap
 
 FP8 = "F8_E4M3"
@@ -110,7 +112,7 @@ class StoredWeights:
 
     def __enter__(self) -> "StoredWeights":
         folder = self.path.parent if self.path.is_file() else self.path
-        files, block = tensor_files(self.path), _block(folder)
+        files, (block, may_be_packed) = tensor_files(self.path), _quantization(folder)
         prefix = self.tensor_map.optional_prefix
         if prefix and not any(hf_name.startswith(prefix) for hf_name in files):
             without_prefix = {
@@ -127,6 +129,8 @@ class StoredWeights:
             }
         hf_names = list(dict.fromkeys(hf_name for names in self.hf_names_by_name.values() for hf_name in names))
         scales = {scales_name(hf_name) for hf_name in hf_names} & files.keys() if block else set()
+        if may_be_packed:
+            hf_names = [part for hf_name in hf_names for part in self._stored_parts(hf_name, files)]
         faults = [f"{hf_name} is missing" for hf_name in hf_names if hf_name not in files]
         expected = {*hf_names, *scales}
         faults += [
@@ -147,6 +151,12 @@ class StoredWeights:
             self.__exit__(type(error), error, None)
             raise
         return self
+
+    @staticmethod
+    def _stored_parts(hf_name: str, files: Mapping[str, str]) -> list[str]:
+        """Return the names of the tensors in `files` that hold one: its own, or those of packed matrices."""
+        packed = [*packed_shapes(hf_name, (0, 0, 0))]
+        return packed if hf_name not in files and not files.keys().isdisjoint(packed) else [hf_name]
 
     def _refuse_another_head(self, files: Mapping[str, str]) -> None:
         """Raise JobError if the model ties its head to the embedding, but the file has another one."""
@@ -179,7 +189,7 @@ class StoredWeights:
         self.shards.count_bytes(local_part(tensor)[0].numel() * self.dtype(name).itemsize)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype, or bfloat16 for weights in 8 bits."""
+        """Return the stored dtype, or bfloat16 for weights in 8 or 4 bits."""
         return READABLE_DTYPES.get(self.shards.dtype(self.hf_names_by_name[name][0]), torch.bfloat16)
 
     def read_full(self, name: str) -> torch.Tensor:
@@ -226,6 +236,11 @@ def read_part(stored: list[Any], tensor: torch.Tensor, name: str, tensor_map: Te
     if tensor_map.is_stacked(name):
         for position, expert in enumerate(range(spans[0].start, spans[0].stop)):
             local[position].copy_(stored[expert][spans[2], spans[1]].t())
+        return
+    if tensor_map.is_interleaved(name):
+        names, last = tensor_map.joined_names(name), spans[-1]
+        columns = slice(last.start * len(names), last.stop * len(names))
+        local.copy_(stored[0][(*spans[:-1], columns)][..., names.index(name) :: len(names)])
         return
     before, _ = tensor_map.place(name, shape[0])  # rows before ours in a joint stored tensor
     if tensor_map.is_reordered(name):
@@ -274,7 +289,9 @@ class Shards:
             self.mapped_bytes = 0
 
     def stored(self, name: str) -> Any:
-        """Return an object that by slicing reads a tensor of the stored shape, dequantized if it is in 8 bits."""
+        """Return an object that by slicing reads a tensor of the model's shape, dequantized if it is in 8 or 4 bits."""
+        if name not in self.files:
+            return PackedExperts(*map(self._slice, packed_shapes(name, (0, 0, 0))))
         stored = self._slice(name)
         if stored.get_dtype() != FP8:
             return stored
@@ -282,6 +299,8 @@ class Shards:
 
     def mismatches(self, name: str, shape: tuple[int, ...], expected: str = "the model's is") -> list[str]:
         """List the faults of a stored tensor: not in its file, another shape, an unreadable dtype, missing scales."""
+        if name not in self.files:
+            return self._packed_mismatches(name, shape)
         readable = ", ".join(sorted(READABLE_DTYPES))
         if name not in self.names_in_file[self.files[name]]:
             return [f"{name} is not in {self.files[name]}, where the index says it is"]
@@ -300,8 +319,22 @@ class Shards:
             ]
         return [f"{scales} is there, but {name} is stored as {dtype} instead of {FP8}"] if scales in self.files else []
 
+    def _packed_mismatches(self, name: str, shape: tuple[int, ...]) -> list[str]:
+        """List the faults of matrices of experts in MXFP4."""
+        if len(shape) != 3 or shape[1] % BLOCK:
+            return [f"{name} is in blocks of {BLOCK} rows, but the model's is {shape}"]
+        faults = []
+        for part, expected in packed_shapes(name, shape).items():
+            if part not in self.names_in_file[self.files[part]]:
+                faults.append(f"{part} is not in {self.files[part]}, where the index says it is")
+                continue
+            stored = self._slice(part).get_dtype(), tuple(self._slice(part).get_shape())
+            if stored != (STORED_TYPE, expected):
+                faults.append(f"{part} is {stored[1]} of {stored[0]}, the model's is {expected} of {STORED_TYPE}")
+        return faults
+
     def dtype(self, name: str) -> str:
-        return self._slice(name).get_dtype()
+        return self._slice(name).get_dtype() if name in self.files else STORED_TYPE
 
     def read(self, name: str) -> torch.Tensor:
         """Return a full tensor of the stored shape and dtype. Raises JobError if its file cannot be read."""
@@ -345,12 +378,13 @@ def tensor_files(path: Path) -> dict[str, str]:
     return files
 
 
-def _block(folder: Path) -> BlockSize | None:
-    """Return the block size of 8-bit weights from a folder's config.json; None without a config.json."""
+def _quantization(folder: Path) -> tuple[BlockSize | None, bool]:
+    """Return, from a folder's config.json, the block size of 8-bit weights, and True if some may be in MXFP4."""
     if not (folder / CONFIG).exists():
-        return None  # a file alone
+        return None, False  # a file alone
     try:
-        return fp8_block_size(read_json(folder / CONFIG))
+        config = read_json(folder / CONFIG)
+        return fp8_block_size(config), is_mxfp4(config)
     except ValueError as error:
         raise JobError(f"{folder / CONFIG}: {error}") from error
 

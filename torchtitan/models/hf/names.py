@@ -78,6 +78,8 @@ class TensorMap:
     `outer_names`: names outside of the layers. `layers`: the prefix of a layer's number in HF names. `optional_prefix`:
     the part of this prefix that a folder may omit everywhere, as one of a model without a head does.
 
+    `interleaved`: names of which the joined ones alternate along the last dimension instead.
+
     `head`: our names that belong to the task of the model, which a folder of a model for another task lacks.
     `reordered`: tensors with rows in another order, by heads of `head_dim` rows, of which only the first `rotary_dim`
     differ if it is given. `transposed`: matrices stored as
@@ -93,6 +95,7 @@ class TensorMap:
     n_experts: int = 0
     reordered: frozenset[str] = frozenset()
     transposed: frozenset[str] = frozenset()
+    interleaved: frozenset[str] = frozenset()
     head_dim: int = 0
     rotary_dim: int = 0
     float32: frozenset[str] = frozenset()
@@ -151,6 +154,9 @@ class TensorMap:
             joined = self.joined_names(name)
             if self.is_stacked(name):
                 hf_state |= {key: matrix.t() for key, matrix in zip(names, value, strict=True)}
+            elif self.is_interleaved(name):
+                if name == joined[0]:
+                    hf_state[names[0]] = torch.stack([state[key] for key in joined], dim=-1).flatten(-2)
             elif name == joined[0]:
                 parts = [self.rows_to_hf(state[key]) if self.is_reordered(key) else state[key] for key in joined]
                 value = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -170,6 +176,9 @@ class TensorMap:
             if expert is not None:
                 stacks.setdefault(names[0], {})[expert] = value.t()
                 continue
+            if self.is_interleaved(names[0]):
+                ours |= {name: value[..., column :: len(names)] for column, name in enumerate(names)}
+                continue
             value = value.t() if self.is_transposed(names[0]) else value
             heights = [self.rows.get(_within_layer(name), len(value) // len(names)) for name in names]
             for name, part in zip(names, value.split(heights), strict=True):
@@ -184,12 +193,18 @@ class TensorMap:
         """Return the shape of each HF tensor that holds a tensor of ours, or a part of it."""
         if self.is_stacked(name):
             return shape[2], shape[1]
+        if self.is_interleaved(name):
+            return *shape[:-1], len(self.joined_names(name)) * shape[-1]
         shape = (self.place(name, shape[0])[1], *shape[1:])
         return shape[::-1] if self.is_transposed(name) else shape
 
     def is_stacked(self, name: str) -> bool:
         """Return True if the tensor stacks all experts."""
         return "*" in self.layer_names.get(_within_layer(name), "")
+
+    def is_interleaved(self, name: str) -> bool:
+        """Return True if the tensor's columns alternate with others' in the HF format."""
+        return _within_layer(name) in self.interleaved
 
     def is_reordered(self, name: str) -> bool:
         """Return True if the tensor's rows are in another order in the HF format."""

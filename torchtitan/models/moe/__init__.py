@@ -27,6 +27,8 @@ from torchtitan.models.sizes import (
 )
 
 ROUTER = "moe.router.gate.weight"
+BIASES: Names = ("moe.router.gate.bias", *(f"{STACK}.w{i}_bias" for i in (1, 2, 3)))
+"""Names of the biases of a layer whose router and experts have them."""
 SHARED_GATE = "moe.shared_gate.weight"
 
 
@@ -56,6 +58,13 @@ class MoEArgs:
     """Sizes that may be 0, which removes a part of the model."""
     shared_gate: ClassVar = False
     """True if the output of shared experts is multiplied by the sigmoid of a number for each token."""
+    moe_biases: ClassVar = False
+    """True if the router and each matrix of an expert have a bias."""
+    stacked_in_folders: ClassVar = False
+    """True if Hugging Face stacks the matrices of experts, for which peft's layout has no pairs."""
+    swiglu_limit = 0.0
+    """Bound of an expert's gate and of what it multiplies, if its activation is ClampedGated (layer.py)."""
+    swiglu_alpha = 1.702
 
     def __post_init__(self) -> None:
         check_positive(self, "dim", "expert_dim", "n_experts", "top_k", "n_groups", "top_groups")
@@ -101,6 +110,10 @@ class MoEArgs:
         """Number of parameters of one layer: router, experts, shared experts and their gate."""
         routers = self.n_experts + (self.shared_gate and self.n_shared_experts > 0)
         return self.dim * routers + (self.n_experts + self.n_shared_experts) * self.expert_parameters
+
+    def moe_bias_parameters(self, experts: int) -> int:
+        """Return the number of biases in one layer, of the router and of so many experts."""
+        return self.n_experts + experts * (2 * self.expert_dim + self.dim) if self.moe_biases else 0
 
     @property
     def active_moe_parameters(self) -> int:
@@ -161,16 +174,17 @@ class MoEDecoderArgs(MoEArgs, ABC):
 
     @property
     def num_parameters(self) -> int:
-        return self._matrices(self.moe_parameters) + self._other_parameters
+        return self._matrices(self.moe_parameters) + self._other_parameters(self.n_experts)
 
     @property
     def num_active_parameters(self) -> int:
         """Number of parameters that a token uses, with the full embedding and the head, as published."""
-        return self._matrices(self.active_moe_parameters) + self._other_parameters
+        return self._matrices(self.active_moe_parameters) + self._other_parameters(self.top_k)
 
-    @property
-    def _other_parameters(self) -> int:
-        return self._norm_parameters + (0 if self.tied_embeddings else self.vocab_size * self.dim)
+    def _other_parameters(self, experts: int) -> int:
+        """Return the number of parameters that no token is multiplied with, with the biases of so many experts."""
+        biases = self.expert_layers * self.moe_bias_parameters(experts)
+        return self._norm_parameters + biases + (0 if self.tied_embeddings else self.vocab_size * self.dim)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -236,6 +250,7 @@ class GroupedMoEArgs(MoEDecoderArgs, GatedDecoderSizes):
 
     def block_others(self, layer: int) -> Names:
         routers = (ROUTER, SHARED_GATE) if self.shared_gate and self.n_shared_experts else (ROUTER,)
+        routers += BIASES if self.moe_biases else ()
         return super().block_others(layer) + (routers if STACK in self.ffn_linears(layer) else ())
 
     def _matrices(self, moe: int) -> int:
@@ -245,6 +260,7 @@ class GroupedMoEArgs(MoEDecoderArgs, GatedDecoderSizes):
     @property
     def _norm_parameters(self) -> int:
         biases = sum(self._attention[name][0] for name in self.biases)
+        biases += self.n_heads if self.sinks else 0
         return self.n_layers * (sum(self.norm_widths.values()) + biases) + self.dim
 
 

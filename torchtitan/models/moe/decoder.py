@@ -44,9 +44,15 @@ PLAN = replace(
 
 
 def expert_spec(
-    build: Callable[..., ExpertDecoder], config: ConfigConverter, experts: Mapping[str, str] = ROUTER | EXPERTS
+    build: Callable[..., ExpertDecoder],
+    config: ConfigConverter,
+    experts: Mapping[str, str] = ROUTER | EXPERTS,
+    interleaved: frozenset[str] = frozenset(),
 ) -> ModelSpec:
-    """Return the spec of a family of decoders with experts. `experts`: names in layers with experts."""
-    names = partial(tensor_map, family_names=experts)
+    """Return the spec of a family of decoders with experts.
+
+    `experts`: names in layers with experts, of which `interleaved` ones are joined (TensorMap).
+    """
+    names = partial(tensor_map, family_names=experts, interleaved=interleaved)
     hf = HuggingFace(build=build, tensor_map=names, config=config, is_ignored=is_after_layers)
     return ModelSpec(build=build, plan=PLAN, hf=hf, flops_per_token=flops_per_token, balance=router)

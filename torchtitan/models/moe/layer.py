@@ -37,21 +37,42 @@ class Gated(nn.Module):
         return F.silu(gate) * up
 
 
-class Experts(nn.Module):
-    """Feed-forwards w2[e] (silu(w1[e] x) * w3[e] x) of all experts e."""
+class ClampedGated(nn.Module):
+    """The activation of gpt-oss: (up + 1) gate sigmoid(alpha gate), with both clamped (arXiv:2508.10925, 2.2)."""
 
-    def __init__(self, dim: int, hidden_dim: int, n_experts: int):
+    def __init__(self, limit: float, alpha: float):
         super().__init__()
-        self.w1 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
-        self.w2 = nn.Parameter(torch.empty(n_experts, hidden_dim, dim))
-        self.w3 = nn.Parameter(torch.empty(n_experts, dim, hidden_dim))
-        self.gated = Gated()
+        self.limit, self.alpha = limit, alpha
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """[R, F], [R, F] -> [R, F]"""
+        gate, up = gate.clamp(max=self.limit), up.clamp(-self.limit, self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+class Experts(nn.Module):
+    """Feed-forwards w2[e] (silu(w1[e] x) * w3[e] x) of all experts e.
+
+    With `biases` each product adds w1_bias[e] and so on. `gated`: the activation between them in place of the above.
+    """
+
+    def __init__(self, dim: int, hidden_dim: int, n_experts: int, biases: bool = False, gated: nn.Module | None = None):
+        super().__init__()
+        for name in ("w1", "w2", "w3"):
+            inputs, outputs = (hidden_dim, dim) if name == "w2" else (dim, hidden_dim)
+            self.register_parameter(name, nn.Parameter(torch.empty(n_experts, inputs, outputs)))
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(n_experts, outputs)) if biases else None)
+        self.gated = gated or Gated()
 
     def forward(self, xs: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """xs [R, D] sorted by expert, and sizes [E], the integer number of rows of each expert with sum R -> [R, D]."""
         ends = sizes.cumsum(0).to(torch.int32)
-        gate, up = (self.product(self, name, xs, ends) for name in ("w1", "w3"))
-        return self.product(self, "w2", self.gated(gate, up), ends)
+
+        def product(name: str, x: torch.Tensor) -> torch.Tensor:
+            y, bias = self.product(self, name, x, ends), getattr(self, f"{name}_bias")
+            return y if bias is None else _AddBias.apply(y, bias.to(y.dtype), ends)
+
+        return product("w2", self.gated(product("w1", xs), product("w3", xs)))
 
     @staticmethod  # `experts` may be a stand-in with a rank's weights; the compiler cannot bind methods to it
     def product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -81,6 +102,28 @@ def _loop(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
     """Compute grouped_mm, [R, I] x [E, I, O] -> [R, O], by one product per expert; synchronizes for the sizes."""
     # unbind, and not w[e]: its backward stacks the gradients, where each w[e] would make zeros of w's size and add
     return torch.cat([rows @ matrix for rows, matrix in zip(_split(x, ends), w.unbind(), strict=True)])
+
+
+class _AddBias(torch.autograd.Function):
+    """Add the bias of its expert to each row: x [R, O], bias [E, O] -> [R, O], split into experts by `ends` [E].
+
+    Its backward is a product with zeros and ones, which adds in one order and in float32. That of an index would add
+    rows in an order that varies on a GPU, and in the dtype of the rows.
+    """
+
+    @staticmethod
+    def forward(ctx, x, bias, ends):
+        experts = torch.bucketize(torch.arange(len(x), device=x.device), ends, right=True)
+        ctx.save_for_backward(experts)
+        ctx.experts = len(bias)
+        return x + bias[experts]
+
+    @staticmethod
+    def backward(ctx, grad):
+        (experts,) = ctx.saved_tensors
+        of_expert = (torch.arange(ctx.experts, device=grad.device)[:, None] == experts).to(grad.dtype)  # [E, R]
+        with autocast_off(grad.device.type):
+            return grad, of_expert @ grad, None
 
 
 def _split(x: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -162,7 +205,8 @@ class MoE(Stepwise):
         super().__init__()
         self.args = args
         self.router = Router(args)
-        self.experts = Experts(args.dim, args.expert_dim, args.n_experts)
+        clamped = ClampedGated(args.swiglu_limit, args.swiglu_alpha) if args.swiglu_limit else None
+        self.experts = Experts(args.dim, args.expert_dim, args.n_experts, args.moe_biases, clamped)
         self.shared_experts = self.shared_gate = None
         if args.n_shared_experts:
             self.shared_experts = SwiGLU(args.dim, args.n_shared_experts * args.expert_dim)

@@ -35,7 +35,7 @@ class Gate(nn.Linear):
         """x [..., D] -> logits [..., E], at least float32"""
         dtype = torch.promote_types(x.dtype, torch.float32)
         with autocast_off(x.device.type):
-            return F.linear(x.to(dtype), self.weight.to(dtype))
+            return F.linear(x.to(dtype), self.weight.to(dtype), None if self.bias is None else self.bias.to(dtype))
 
 
 class Router(ZeroedBuffers):
@@ -50,7 +50,7 @@ class Router(ZeroedBuffers):
     def __init__(self, args: MoEArgs):
         super().__init__()
         self.args = args
-        self.gate = Gate(args.dim, args.n_experts, bias=False)
+        self.gate = Gate(args.dim, args.n_experts, args.moe_biases)
         self.register_buffer("expert_bias", torch.zeros(args.n_experts) if args.expert_bias else None)
         self.register_buffer("load", torch.zeros(args.n_experts, dtype=torch.int64), persistent=False)
         self.register_buffer("not_finite", torch.zeros((), dtype=torch.int64), persistent=False)

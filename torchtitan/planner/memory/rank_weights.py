@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from functools import cache, cached_property
 from typing import Any, NamedTuple
 
-from torchtitan.models.sizes import STACK, Sizes, split_side
+from torchtitan.models.moe import BIASES
+from torchtitan.models.sizes import SINKS, STACK, Sizes, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED
 from torchtitan.parallelisms.degrees import expert_shards
@@ -53,6 +54,11 @@ def _size(args: Any, name: str, linears: Sizes, tp: int) -> float:
         return linears[module][0] / (tp if split_side(module) == 0 else 1)
     if name in getattr(args, "norm_widths", ()):
         return args.norm_widths[name]
+    if name == SINKS:
+        return args.n_heads / tp
+    if name in BIASES:
+        width = {"moe.router.gate.bias": 1, f"{STACK}.w2_bias": args.dim}.get(name, args.expert_dim)
+        return args.n_experts * width
     if "router" in name:
         return args.dim * args.n_experts
     latent = {"attention.kv_norm.weight": "kv_lora_rank", "attention.k_norm.weight": "head_dim"}.get(name)
