@@ -516,6 +516,18 @@ def test_a_peft_folder_without_all_trained_weights_is_refused(options, message, 
     assert not (tmp_path / "adapter").exists()
 
 
+def test_pairs_of_experts_that_hugging_face_stacks_are_refused_in_peft_folders(tmp_path):
+    args = tiny_decoders.GATED["gpt_oss"]
+    model, adapter = moved_model("gpt_oss", args, Options(kind="lora", rank=4, target=["*moe.experts"]))
+    form = MODELS["gpt_oss"].hf.tensor_map(args)
+    with pytest.raises(JobError, match=r"experts.w1: peft's layout has no pair .* write the whole model"):
+        adapter.write_folder(tmp_path / "adapter", form, adapter.full_tensors([model]), "")
+    options = ["--model.name=gpt_oss", "--adapter.kind=lora", "--adapter.last_save_in_peft", "--checkpoint.enable"]
+    fault = "adapter.last_save_in_peft: given true; allowed: false with experts in adapter.target"
+    assert any(fault in line for line in lines(*options, '--adapter.target=["*moe.experts"]'))
+    assert not any(fault in line for line in lines(*options, '--adapter.target=["*attention.w*"]'))
+
+
 def test_lora_plus_gives_b_a_higher_learning_rate():
     """The schedule multiplies both rates; the logged one is A's."""
     model, adapter = moved_model("llama3", tiny_decoders.LLAMA["llama3"], Options(kind="lora", rank=4, lr_ratio_b=16.0))

@@ -133,6 +133,10 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
     "qwen2_moe": ((*DECODER[1:], "head_dim", "router_aux_loss_coef"), ()),
     "glm": ((*DECODER, "head_dim", "partial_rotary_factor"), ()),
     "glm4": ((*DECODER, "head_dim", "partial_rotary_factor"), ()),
+    "gpt_oss": (
+        (*DECODER, "head_dim", "sliding_window", "swiglu_limit", "swiglu_alpha", "router_aux_loss_coef"),
+        (DECODER[0], "head_dim"),
+    ),
     "glm4_moe": (
         (*DECODER, "head_dim", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group")
         + ("first_k_dense_replace", "partial_rotary_factor"),

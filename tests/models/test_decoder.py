@@ -53,6 +53,8 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("gpt2", "355M"): 354_823_168,
     ("gpt2", "774M"): 774_030_080,
     ("gpt2", "1558M"): 1_557_611_200,
+    ("gpt_oss", "20B"): 20_914_757_184,
+    ("gpt_oss", "120B"): 116_829_156_672,
     ("granite", "2B"): 2_533_531_648,
     ("olmo2", "1B"): 1_484_916_736,
     ("olmo2", "7B"): 7_298_617_344,
@@ -100,6 +102,9 @@ ACTIVE = {  # parameters that one token uses
     ("deepseek", "236B"): 21_375_800_320,
     ("deepseek", "671B"): 37_552_282_624,
     ("deepseek", "Kimi-K2"): 32_861_477_888,
+    # without the embedding 3.61 and 5.13 billion, as published
+    ("gpt_oss", "20B"): 4_187_440_704,
+    ("gpt_oss", "120B"): 5_711_982_912,
     ("glm4_moe", "106B-A12B"): 13_424_123_904,
     ("glm4_moe", "355B-A32B"): 33_632_251_904,
     ("qwen2_moe", "A2.7B"): 2_689_173_504,
@@ -162,12 +167,15 @@ def test_matmul_parameters_are_those_of_linear_layers(family, flavor):
 def test_active_parameters_count_only_the_chosen_experts(family, flavor):
     args, model = SIZES[family][flavor], on_meta(family, flavor)
     assert ACTIVE.get((family, flavor), args.num_active_parameters) == args.num_active_parameters
-    others = ("norm.weight", "bias", "tok_embeddings.weight")
+    others = ("norm.weight", "bias", "sinks.weight", "tok_embeddings.weight")
     outside = sum(p.numel() for name, p in model.named_parameters() if name.endswith(others))
-    assert args.num_active_parameters - args.num_matmul_parameters == outside
+    of_experts = sum(p.numel() for name, p in model.named_parameters() if "experts.w" in name and "bias" in name)
+    idle_experts = args.n_experts - args.top_k
+    idle_biases = of_experts * idle_experts // args.n_experts
+    assert args.num_active_parameters - args.num_matmul_parameters == outside - idle_biases
     layers = sum(isinstance(block, MoEBlock) for block in model.layers.values())
-    idle = layers * (args.n_experts - args.top_k) * args.expert_parameters
-    assert args.num_parameters - args.num_active_parameters == idle
+    idle = layers * idle_experts * args.expert_parameters
+    assert args.num_parameters - args.num_active_parameters == idle + idle_biases
 
 
 # an expert multiplies its rows together, so another row may change the last bit

@@ -14,6 +14,7 @@ from torchtitan.models import SIZES
 from torchtitan.models.flops import causal_keys, flops_per_token, with_keys
 from torchtitan.models.moe import layer, router
 from torchtitan.models.spec import MODELS
+from torchtitan.parallelisms import attention_kernels
 
 
 def test_llama_31_8b_at_8192():
@@ -71,6 +72,17 @@ def test_experts_equal_to_torchs_counter(family, change, monkeypatch):
     args = dataclasses.replace(SIZES[family]["debugmodel"], **change)
     spec = MODELS[family]
     assert counted_per_token(args, spec.build) == pytest.approx(spec.flops_per_token(args, 64).full, rel=1e-3)
+
+
+def test_attention_sinks_and_biases_of_experts_count_nothing(monkeypatch):
+    """torch counts also the product that sums the gradients of the biases, and scores that backward computes again."""
+    monkeypatch.setattr(layer, "_native", None)
+    monkeypatch.setattr(attention_kernels, "kernel_for", lambda *_: "written out")
+    args = dataclasses.replace(SIZES["gpt_oss"]["debugmodel"], n_layers=2, vocab_size=256)
+    sums = 2 * args.n_layers * args.top_k * args.n_experts * (2 * args.expert_dim + args.dim)
+    again = 2 * args.n_layers * args.n_heads * args.head_dim * 64
+    expected = MODELS["gpt_oss"].flops_per_token(args, 64).full + sums + again
+    assert counted_per_token(args, MODELS["gpt_oss"].build) == pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -102,6 +102,8 @@ PUBLISHED = {
         "output_router_logits": False,
         "decoder_sparse_step": 1,
     },
+    "gpt_oss": {"experts_per_token": 3, "initial_context_length": 16, "router_aux_loss_coef": 0.9}
+    | {"transformers_version": "4.55.0.dev0", "output_router_logits": False, "use_cache": True},
     "mixtral": {"sliding_window": None, "output_router_logits": False, "router_jitter_noise": 0.0},
     "qwen2": {"use_sliding_window": False, "max_window_layers": 28, "sliding_window": 32768, "use_mrope": False},
     "qwen3": {"use_sliding_window": False, "max_window_layers": 36, "sliding_window": None, "attention_bias": False},

@@ -107,7 +107,7 @@ def test_factors_of_low_rank_adapters_are_trained(shape):
     LoRA(Options(rank=2, target=["all-linear"])).install(model, spec.plan)
     trained = {name: p for name, p in model.named_parameters() if p.requires_grad}
     for parameter in trained.values():
-        torch.nn.init.normal_(parameter)
+        torch.nn.init.normal_(parameter, std=0.1)  # more would be clamped in gpt-oss
     model(torch.arange(12)[None]).square().sum().backward()
     linear_layers = [name for layer in range(args.n_layers) for name in args.block_linears(layer)]
     assert len(trained) == sum(6 if name == STACK else 2 for name in linear_layers)  # experts have three matrices
@@ -137,6 +137,9 @@ def test_factors_of_low_rank_adapters_are_trained(shape):
         ("glm4_moe", {"rotary_dim": 7}, "rotary_dim = 7: must be even"),
         ("mixtral", {"sliding_window": -1}, "sliding_window = -1: must not be negative"),
         ("mixtral", {"top_k": 7}, "top_k = 7 with n_experts = 6"),
+        ("gpt_oss", {"sliding_window": 0}, "sliding_window = 0: must be at least 1"),
+        ("gpt_oss", {"global_interval": 0}, "global_interval = 0: must be at least 1"),
+        ("gpt_oss", {"swiglu_limit": 0.0}, "swiglu_limit = 0.0: must be above 0"),
         ("mixtral", {"n_kv_heads": 3}, "n_kv_heads = 3 with n_heads = 4.*divide"),
     ],
 )
@@ -199,6 +202,11 @@ def test_impossible_sizes_are_refused(shape, change, message):
         ("glm4", {"model_type": "glm4_moe"}, "model_type = 'glm4_moe', but this model is one of glm, glm4"),
         ("glm4", {"partial_rotary_factor": 0.375}, "rotary_dim = 3: must be even"),
         ("glm4_moe", {"rope_parameters": {"partial_rotary_factor": 0.25}}, "partial_rotary_factor.*must be equal"),
+        ("gpt_oss", {"sliding_window": None}, "sliding_window = None; allowed: a whole number"),
+        ("gpt_oss", {"swiglu_alpha": -1.0}, "swiglu_alpha = -1.0: must be above 0"),
+        ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
+        ("gpt_oss", {"experts_per_token": 2}, "num_experts_per_tok"),
+        ("gpt_oss", {"initial_context_length": 32}, "the length before the scaling"),
         ("qwen2_moe", {"qkv_bias": None}, "qkv_bias = None; allowed: true or false"),
         *((shape, {"hidden_act": "relu"}, "hidden_act = 'relu', but this model only has") for shape in GATED),
         *((shape, {"attention_sinks": 4}, "attention_sinks") for shape in GATED),
@@ -210,7 +218,7 @@ def test_a_config_of_another_model_is_refused(shape, change, message):
 
 
 @pytest.mark.parametrize("n_layers", [1, 3])
-@pytest.mark.parametrize("shape", ["mixtral", "mixtral window", "qwen2_moe"])
+@pytest.mark.parametrize("shape", ["mixtral", "mixtral window", "qwen2_moe", "gpt_oss"])
 def test_the_auxiliary_loss_of_experts_is_that_of_transformers(shape, n_layers):
     """Of a sequence, as the mean over the layers; transformers joins the layers before it judges their balance."""
     spec, args, reference, config_class = parts(shape)
@@ -230,7 +238,8 @@ def test_the_auxiliary_loss_of_experts_is_that_of_transformers(shape, n_layers):
     assert spec.balance.take_aux_loss(model).item() / tokens.numel() == pytest.approx(loss.item(), rel=1e-6)
     for layer in range(n_layers):
         ours = model.get_parameter(f"layers.{layer}.moe.router.gate.weight").grad
-        assert close(ours, hf_model.get_parameter(f"model.layers.{layer}.mlp.gate.weight").grad, 1e-5)
+        router = "router" if shape == "gpt_oss" else "gate"
+        assert close(ours, hf_model.get_parameter(f"model.layers.{layer}.mlp.{router}.weight").grad, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -244,6 +253,7 @@ def test_the_auxiliary_loss_of_experts_is_that_of_transformers(shape, n_layers):
         ),
         ("glm4_moe", {"score": "softmax"}, "score = 'softmax': transformers' GLM 4 only has 'sigmoid'"),
         ("mixtral", {"normalize_top_k": False}, "normalize_top_k = False: transformers' Mixtral only has True"),
+        ("gpt_oss", {"score": "sigmoid"}, "score = 'sigmoid': transformers' gpt-oss only has 'softmax'"),
     ],
 )
 def test_features_missing_in_transformers_are_not_exported(shape, change, message):

@@ -37,6 +37,7 @@ FAMILIES = [
     "mixtral",
     "qwen2_moe",
     "glm4_moe",
+    "gpt_oss",
     "opt 350M",
     "qwen2",
     "qwen3",

@@ -307,14 +307,24 @@ def experts() -> list[Combination]:
 def families_with_experts() -> list[Combination]:
     """Rows of the families that share the decoder of those above: what differs between them, under every axis."""
     rows = []
-    for model in ("mixtral", "qwen2_moe", "glm4_moe"):
+    for model in ("mixtral", "qwen2_moe", "glm4_moe", "gpt_oss"):
         exact = dict(model=model, microbatch_size=1, document_mask=True)
         rows += [Combination(**EXPERT_LAYOUTS[name], **exact) for name in ("FSDP 2", "CP 2", "TP 2", "HSDP 2x2")]
         rows += [Combination(**COMPOSED["TP 2"], model=model, sequence_parallel=False, recompute="op")]
         overlap = dict(schedule="DualPipeV", overlap=True)
         rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **exact, **overlap)]
         rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model=model, adapter="lora", recompute="full")]
-    return rows
+    return rows + attention_sinks()
+
+
+def attention_sinks() -> list[Combination]:
+    """Rows of gpt-oss with attention that others compute in other ways: by regions, by heads, compiled, split."""
+    rows = [Combination(**COMPOSED["CP 2"], model="gpt_oss", method=method) for method in ("allgather", "ulysses")]
+    rows += [Combination(ranks=1, model="gpt_oss", compile="block", document_mask=True, recompute="full")]
+    rows += [Combination(**EXPERT_LAYOUTS["TP 2"], model="gpt_oss", compile="block")]
+    rows += [Combination(**COMPOSED["PP 2"], model="gpt_oss", schedule="ZBVZeroBubble")]
+    rows += [Combination(**LAYOUTS["DDP 2"], model="gpt_oss", precision="bfloat16")]
+    return rows + [Combination(**EXPERT_LAYOUTS["PP 2 x TP 2"], model="gpt_oss", recompute="op")]
 
 
 def multi_token() -> list[Combination]:

@@ -769,6 +769,16 @@ def test_the_weight_of_the_balance_is_converted_where_layers_are_summed_here(tmp
     assert values["model.overrides"] == {"aux_loss_weight": 0.005, "bias_rate": 0.0}
 
 
+def test_the_weight_of_a_balance_that_a_folder_turns_off_is_its_coefficient(tmp_path):
+    sizes = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=2, vocab_size=64, model_type="gpt_oss")
+    sizes |= dict(num_key_value_heads=2, num_local_experts=4, num_experts_per_tok=2, intermediate_size=64, head_dim=32)
+    (tmp_path / "config.json").write_text(json.dumps(sizes | {"router_aux_loss_coef": 0.9}))
+    job = FULL | {"base_model": str(tmp_path), "model_config": {"output_router_logits": True}}
+    assert import_config(job).values["model.overrides"] == {"aux_loss_weight": 0.9, "bias_rate": 0.0}
+    job["base_model"] = "openai/gpt-oss-20b"  # not on this machine
+    assert any("router_aux_loss_coef of config.json" in note for note in import_config(job).notes)
+
+
 def test_fields_of_messages_are_refused_with_pairs():
     entry = {"path": "a.jsonl", "message_property_mappings": {"role": "from", "content": "value"}}
     (fault,) = import_config(FULL | {"rl": "dpo", "datasets": [entry]}).faults

@@ -254,6 +254,11 @@ def test_experts_are_balanced_as_config_json_says_unless_a_flag_does(line, flags
     (tmp_path / "experts" / "config.json").write_text(json.dumps(sizes | {"model_type": "qwen2_moe"}))
     values = import_line(f"{line.replace('llama', 'experts')} {flags}").values
     assert values.get("model.overrides") == ({"aux_loss_weight": weight, "bias_rate": 0.0} if flags else None)
+    sizes |= {"model_type": "gpt_oss", "num_local_experts": sizes.pop("num_experts")}
+    del sizes["moe_intermediate_size"]
+    (tmp_path / "experts" / "config.json").write_text(json.dumps(sizes))  # without output_router_logits
+    values = import_line(f"{line.replace('llama', 'experts')} {flags}").values
+    assert values["model.overrides"] == {"aux_loss_weight": weight, "bias_rate": 0.0}
 
 
 def test_experts_without_transformers_loss_are_not_balanced(tmp_path):

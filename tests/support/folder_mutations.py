@@ -192,7 +192,7 @@ def reference_logits(folder: Path, model_type: str, tokens: torch.Tensor) -> tor
     kind = AutoModelForMaskedLM if model_type == "roberta" else AutoModelForCausalLM
     try:
         config = AutoConfig.from_pretrained(folder)
-        if "moe" in model_type or model_type in ("mixtral", "deepseek_v2", "deepseek_v3"):
+        if "moe" in model_type or model_type in ("mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3"):
             config._experts_implementation = "eager"
         model, report = kind.from_pretrained(
             folder, config=config, dtype=torch.float32, output_loading_info=True, local_files_only=True

@@ -5,6 +5,7 @@
 
 import contextlib
 import json
+import re
 from functools import partial
 from types import ModuleType
 
@@ -25,12 +26,10 @@ def build(family, args, seed=0, dtype=torch.float32):
     for name, tensor in model.state_dict(keep_vars=True).items():
         with torch.no_grad():
             # without rotation most of the attention gradients of biased values cancels: in float32 rounding is left
-            if "norm" in name or (name.endswith(".bias") and model.kinds[0].rotary is not None):
+            if "norm" in name or (name.endswith(("_bias", ".bias")) and model.kinds[0].rotary is not None):
                 tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
-            elif "router.gate" in name:  # far apart, so rounding does not change the chosen experts
+            elif "router.gate" in name or "sinks" in name:  # far apart, so rounding does not change the chosen experts
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))
-            elif "expert_bias" in name:
-                tensor.copy_(0.1 * torch.randn(tensor.shape, generator=generator))
     return model.to(dtype).eval()
 
 
@@ -45,8 +44,8 @@ def to_memory_names(state, args):
     """Convert a folder's tensors to the in-memory names of transformers 5, which stacks the experts."""
     for stored, name in MEMORY_NAMES.items():
         state = {key.replace(stored, name): value for key, value in state.items()}
-    tensors = {name: value for name, value in state.items() if ".experts." not in name}
-    for layer in sorted({name.split(".mlp.experts.")[0] for name in state if ".mlp.experts." in name}):
+    tensors = {name: value for name, value in state.items() if not re.search(r"\.experts\.\d", name)}
+    for layer in sorted({name.split(".mlp.experts.")[0] for name in state.keys() - tensors.keys()}):
         experts = [f"{layer}.mlp.experts.{expert}" for expert in range(args.n_experts)]
         gates = [torch.cat([state[f"{e}.gate_proj.weight"], state[f"{e}.up_proj.weight"]]) for e in experts]
         tensors[f"{layer}.mlp.experts.gate_up_proj"] = torch.stack(gates)
@@ -62,7 +61,8 @@ def eager(args):
 def twin(theirs_class, config_class, model, hf, dtype=torch.float32, tied=("lm_head.weight",)):
     """Return the transformers model with our weights. `tied`: its parameters that share the embedding's tensor."""
     config = config_class(**hf.config_to_hf(model.args))
-    hf_model = theirs_class._from_config(config, attn_implementation="sdpa", **eager(model.args))
+    attention = "sdpa" if theirs_class._supports_sdpa else "eager"
+    hf_model = theirs_class._from_config(config, attn_implementation=attention, **eager(model.args))
     state = to_memory_names(hf.to_hf(model.state_dict(), model.args), model.args)
     missing, unexpected = hf_model.load_state_dict(state, strict=False)
     assert set(missing) == (set(tied) if model.args.tied_embeddings else set()) and not unexpected

@@ -45,6 +45,7 @@ MICRO_SIZES = {
     "granite": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, attention_bias=True, mlp_bias=True),
     "mistral": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, query_growth=0.5, query_period=3),
     "mixtral": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1, sliding_window=7),
+    "gpt_oss": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1, sliding_window=7),
     "olmo2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
     "olmo3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, global_interval=2),
     "qwen2_moe": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1, sliding_window=7)

@@ -7,6 +7,7 @@ from torchtitan.models.gemma3 import Gemma3Args
 from torchtitan.models.glm4 import Glm4Args
 from torchtitan.models.glm4_moe import Glm4MoEArgs
 from torchtitan.models.gpt2 import GPT2Args
+from torchtitan.models.gpt_oss import GptOssArgs
 from torchtitan.models.granite import GraniteArgs
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.mistral import MistralArgs
@@ -182,10 +183,20 @@ _GLM4_MOE = Glm4MoEArgs(
     expert_bias=True,
     n_shared_experts=1,
 )
+_GPT_OSS = GptOssArgs(
+    **_TINY_EXPERTS | dict(n_layers=3, n_experts=8, top_k=3),
+    rope_scaling=RopeScaling(factor=4.0, original_max_seq_len=16, kind="yarn", truncate=False),
+    sliding_window=5,
+    swiglu_limit=0.2,  # some gates are larger
+)
 _EXPERTS = {
     "glm4_moe": replace(_GLM4_MOE, qk_norm=True, n_groups=4, top_groups=2, group_score="top2", route_scale=2.5),
     "glm4_moe without biases": replace(
         _GLM4_MOE, qkv_bias=False, normalize_top_k=False, rotary_dim=16, n_dense_layers=0
+    ),
+    "gpt_oss": _GPT_OSS,
+    "gpt_oss without biases": replace(
+        _GPT_OSS, attention_bias=False, global_interval=3, rope_scaling=None, tied_embeddings=True, swiglu_alpha=2.0
     ),
     "mixtral": _MIXTRAL,
     "mixtral window": replace(_MIXTRAL, sliding_window=5, tied_embeddings=True, top_k=3),

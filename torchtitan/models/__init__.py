@@ -18,6 +18,7 @@ from torchtitan.models.gemma3 import FAMILY as GEMMA3
 from torchtitan.models.glm4 import GLMS
 from torchtitan.models.glm4_moe import FAMILY as GLM4_MOE
 from torchtitan.models.gpt2 import FAMILY as GPT2
+from torchtitan.models.gpt_oss import FAMILY as GPT_OSS
 from torchtitan.models.granite import FAMILY as GRANITE
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.models.llama import LLAMAS
@@ -40,6 +41,7 @@ FAMILIES: dict[str, Family] = {
     **GLMS,
     "glm4_moe": GLM4_MOE,
     "gpt2": GPT2,
+    "gpt_oss": GPT_OSS,
     "granite": GRANITE,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,

@@ -29,6 +29,7 @@ from torchtitan.plugins.importers.axolotl_options import (
 )
 from torchtitan.plugins.importers.translation import (
     AUTO,
+    ROUTER_LOSS,
     CommandLine,
     JobDraft,
     from_folder,
@@ -45,8 +46,6 @@ MODEL_TYPES |= {"phi-4": "phi3", "llama-4": "llama4_text", "glm-4.5": "glm4_moe"
 Without one of them it is the longest model type of the families here that the name contains. DeepSeek's distilled
 models have the architecture of their students.
 """
-ROUTER_LOSS = "output_router_logits"
-"""Key of a config with which transformers adds the router's loss to that of the tokens."""
 SIZE_OVERRIDES = {"rope_theta": "rope_theta", "max_position_embeddings": "max_seq_len", "rms_norm_eps": "norm_eps"}
 SCALING = {"factor": "factor", "original_max_position_embeddings": "original_max_seq_len"}
 SCALING |= {name: name for name in ("low_freq_factor", "high_freq_factor", "beta_fast", "beta_slow")}

@@ -7,12 +7,12 @@ from typing import Any
 from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES, family_for_model_type, family_in
 from torchtitan.models.hf.config import CONFIG, read_json
-from torchtitan.plugins.importers.axolotl import ROUTER_LOSS, guess_model_type
-from torchtitan.plugins.importers.translation import BALANCE, JobDraft, from_folder, router_loss
+from torchtitan.plugins.importers.axolotl import guess_model_type
+from torchtitan.plugins.importers.translation import BALANCE, ROUTER_LOSS, JobDraft, from_folder, router_loss
 
 DROPOUT = ("dropout", "attention_dropout")
 """Sizes of models with dropout."""
-WITH_ROUTER_LOSS = ("mixtral", "qwen2_moe", "qwen3_moe")
+WITH_ROUTER_LOSS = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe")
 """Families for which transformers has a loss that balances the experts."""
 UNKNOWN = "bfloat16"
 """Type of the weights of a folder that is not on this machine."""

@@ -10,16 +10,20 @@ import sys
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, ClassVar
 
 from torchtitan.config.options import Fault, hint, show
 from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIG_CONVERTERS, FROM_HF, SIZES
+from torchtitan.models.hf.config import CONFIG, read_json
 
 COMMAND_LINE = "the command line"
 AUTO = "auto"
 BOOLEANS = {"true": True, "false": False}
 YAML_BOOLEANS = BOOLEANS | {"yes": True, "no": False, "1": True, "0": False}
+ROUTER_LOSS = "output_router_logits"
+"""Key of a config with which transformers adds the router's loss to that of the tokens."""
 BALANCE = "aux_loss_weight"
 """Size of models with experts: the weight of the loss that balances them."""
 FLOAT16 = "float16 overflows without a scaler; bf16 needs none"
@@ -318,7 +322,7 @@ def router_loss(family: str, folder: str, weight: float | None, draft: JobDraft)
     """
     overrides = {BALANCE: weight, "bias_rate": 0.0} if weight else {}
     if getattr(next(iter(SIZES[family].values())), "mean_aux_loss", True):
-        return overrides
+        return overrides or _coefficient_in(folder, family, draft)
     try:
         args = CONFIG_CONVERTERS[family].args_from_folder(folder)
     except (JobError, OSError):
@@ -326,6 +330,19 @@ def router_loss(family: str, folder: str, weight: float | None, draft: JobDraft)
         return overrides
     coefficient = args.aux_loss_weight if weight is None else weight
     return {BALANCE: coefficient * args.top_k / args.expert_layers, "bias_rate": 0.0}
+
+
+def _coefficient_in(folder: str, family: str, draft: JobDraft) -> dict[str, Any]:
+    """Return model.overrides for the coefficient in a folder, where its sizes leave the loss out (gpt_oss)."""
+    converter = CONFIG_CONVERTERS[family]
+    try:
+        config = read_json(Path(folder, CONFIG))
+        weights = [converter.args_from_config(config | flag).aux_loss_weight for flag in ({}, {ROUTER_LOSS: True})]
+    except (JobError, OSError):
+        if ROUTER_LOSS in converter.keys.used:
+            draft.notes.append(f"not the same: {BALANCE} is router_aux_loss_coef of config.json: set model.overrides")
+        return {}
+    return {} if weights[0] == weights[1] else {BALANCE: weights[1], "bias_rate": 0.0}
 
 
 def replicated(ranks: int) -> dict[str, int]:
