@@ -43,9 +43,9 @@ def test_only_the_answer_and_its_end_token_are_trained(name):
 
 
 def test_every_format_has_a_test():
-    # below, in test_messages.py, test_preference.py and, for completion, which has no field of its own, in
-    # test_record_format.py
-    tested_elsewhere = {"alpaca_chat", "chat", "sharegpt", "preference", "completion"}
+    # below, in test_messages.py, test_preference.py, test_axolotl_prompts.py and, for completion, which has no field of
+    # its own, in test_record_format.py
+    tested_elsewhere = {"alpaca_chat", "instruct", "chat", "sharegpt", "preference", "completion"}
     assert {name.partition(",")[0] for name in CASES} | tested_elsewhere == set(FORMATS)
 
 

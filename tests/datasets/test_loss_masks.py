@@ -181,6 +181,8 @@ def test_too_long_records(folder):
     )
     with pytest.raises(DataError, match=message):
         prepare(PrepareOptions(max_tokens=8), text)
+    with pytest.raises(DataError, match="9 tokens, but data.max_tokens = 8; raise data.max_tokens to 9, or set data"):
+        prepare(PrepareOptions(max_tokens=8, is_given=True), text)
     tokenizer = build_tokenizer(folder)
     for way in ("truncate", "split", "error"):
         with pytest.raises(DataError, match='or set data.too_long to "drop"$'):
@@ -204,10 +206,12 @@ def test_counts_and_lengths_of_records_are_reported(tmp_path, workers):
     records = shards.header["records"]
     assert records["fates"] == {"whole": 18, "dropped": 22, "empty": 2}
     assert records["lengths"] == {"50": 23, "90": 39, "99": 43, "100": 43}
-    assert describe_records(records, 20) == (
+    assert describe_records(records, 20, is_given=False) == (
         "18 whole, 22 dropped, 2 empty; lengths 23 (50 %), 39 (90 %), 43 (99 %), 43 (100 %); "
         "training.seq_len = 42 would keep 99 % whole"
     )
+    advice = "training.seq_len = 42 with data.max_tokens = 43 would keep 99 % whole"
+    assert describe_records(records, 20, is_given=True).endswith(advice)
     assert len(TokenReader(shards).documents) == 18
     cut = prepare_source(path, PrepareOptions(max_tokens=21, too_long="truncate", max_empty_ratio=1), tmp_path / "data")
     assert cut.folder != shards.folder and prepare_source(path, recipe, tmp_path / "data").folder == shards.folder

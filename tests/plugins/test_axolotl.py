@@ -162,7 +162,9 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ({"eval_strategy": "no"}, HELD_OUT, {"validation.enable": None}),
     ({"rl_beta": 0.3}, FULL | {"rl": "ipo"}, {"dpo.beta": 0.3}),
     ({"sequence_len": 512}, FULL, {}),
-    ({"sequence_len": 4096}, FULL, {"training.seq_len": 4096}),
+    ({"sequence_len": 4096}, FULL, {"training.seq_len": 4096, "data.max_tokens": 4096}),
+    ({"excess_length_strategy": "truncate"}, FULL, {"data.too_long": "truncate"}),
+    ({"excess_length_strategy": "raise"}, FULL, {"data.too_long": "error"}),
     ({"sample_packing": True}, FULL, {"data.packing": "best_fit"}),
     ({"pad_to_sequence_len": False}, FULL, {"data.pad_to": "batch"}),
     ({"pad_to_sequence_len": True}, FULL, {"data.pad_to": "seq_len"}),
@@ -836,16 +838,16 @@ def test_entries_of_datasets_become_sources(folder_with_model):
         {"dataset": "text", "dataset_path": "a.jsonl"},
         {"dataset": "text", "dataset_path": "b.jsonl"},
         {"dataset": "text", "dataset_path": "c.jsonl", "format": "completion", "fields": {"text": "content"}},
-        {"dataset": "text", "dataset_path": "d.jsonl", "format": "alpaca", "template": DEFAULT_TEMPLATE},
+        {"dataset": "text", "dataset_path": "d.jsonl", "format": "instruct", "template": DEFAULT_TEMPLATE},
     ]
     spelled = [note.partition(":")[0] for note in job.notes if "special tokens that its texts spell out" in note]
-    assert spelled == ["datasets[1]"]
+    assert spelled == ["datasets[1]", "datasets[2]"]
     for sources in (job.values["training.sources"], job.values["training.sources"][:3]):  # with a table inside, without
         (folder_with_model / "job.toml").write_text(as_file([], job.values | {"training.sources": sources}))
         read = load(["--job.config_file", str(folder_with_model / "job.toml")]).training
         assert read.sources == [DataSource(**source) for source in sources]
-    pairs = import_config(FULL | {"rl": "dpo", "datasets": [{"path": "a.jsonl", "type": "chatml.intel"}]})
-    assert "nothing with rl, as the fields of a record tell; write the records with chosen" in str(pairs.faults[0])
+    pairs = import_config(FULL | {"rl": "dpo", "datasets": [{"path": "a.jsonl", "type": "chatml.default"}]})
+    assert "llama3.argilla_chat; write the records with chosen" in str(pairs.faults[0])
     texts = import_config(HELD_OUT | {"datasets": [{"path": "a.jsonl", "type": "completion"}]})
     assert texts.values["data.too_long"] == "drop" and any("Axolotl cuts them" in note for note in texts.notes)
     two = [{"path": "a.jsonl", "conversation": "chatml"}, {"path": "b.jsonl", "conversation": "llama-3"}]
@@ -863,16 +865,19 @@ PROMPTS = [  # keys of an entry of `datasets`, and the source that it becomes
     (
         {"type": {"format": "Q: {instruction} {input}\nA:", "system_prompt": "Be kind.", "field_output": "reply"}},
         {
-            "format": "alpaca",
+            "format": "instruct",
             "fields": {"output": "reply"},
             "template": DEFAULT_TEMPLATE | {"format": "Q: {instruction} {input}\nA:", "system_prompt": "Be kind."},
         },
     ),
     (
         {"type": {"field_instruction": "question", "field_output": "output", "field_system": "role"}},
-        {"format": "alpaca", "fields": {"instruction": "question", "system": "role"}, "template": DEFAULT_TEMPLATE},
+        {"format": "instruct", "fields": {"instruction": "question", "system": "role"}, "template": DEFAULT_TEMPLATE},
     ),
-    ({"type": "alpaca", "field_instruction": "question"}, {"format": "alpaca", "fields": {"instruction": "question"}}),
+    (
+        {"type": "alpaca", "field_instruction": "question"},
+        {"format": "instruct", "fields": {"instruction": "question"}},
+    ),
     (
         {"type": "chat_template", "field_messages": "talk", "message_field_role": "who"},
         {"format": "chat", "fields": {"messages": "talk", "role": "who"}},
@@ -887,7 +892,7 @@ PROMPTS = [  # keys of an entry of `datasets`, and the source that it becomes
         },
         {"format": "chat", "fields": {"messages": "conversations", "role": "from", "content": "value"}},
     ),
-    ({"type": "alpaca"}, {"format": "alpaca"}),
+    ({"type": "alpaca"}, {"format": "instruct"}),
     (
         {"type": "sharegpt.load_role", "field": "talk"},
         {"format": "sharegpt", "fields": {"conversations": "talk", "content": "value"}},

@@ -67,7 +67,8 @@ INFO = {
     "lines": {"file_name": "lines.txt"},
     "script": {"script_url": "a.py"},
     "modelscope": {"ms_hub_url": "o/s"},
-    "split": {"hf_hub_url": "o/s", "split": "test"},
+    "split": {"hf_hub_url": "o/s", "split": "dev"},
+    "held out": {"hf_hub_url": "o/s", "split": "test"},
     "sampled": {"file_name": "a.json", "num_samples": 5},
     "openai": {"file_name": "a.json", "formatting": "openai"},
     "roles": {"file_name": "a.json", "formatting": "sharegpt", "tags": {"user_tag": "Customer"}},
@@ -162,6 +163,7 @@ def test_what_a_file_means_that_lacks_everything():
         "training.max_norm": 1.0,
         "training.mixed_precision_param": "bfloat16",
         "training.seq_len": 2048,
+        "data.max_tokens": 2048,
         "training.sources": [
             {
                 "dataset": "text",
@@ -222,7 +224,7 @@ TRANSLATED = [  # added options, the file they are added to, and the options of 
         LORA,
         {"adapter.train_fully": ["tok_embeddings.weight", "output.weight"], "adapter.last_save_in_peft": None},
     ),
-    ({"cutoff_len": 512}, FULL, {"training.seq_len": 512}),
+    ({"cutoff_len": 512}, FULL, {"training.seq_len": 512, "data.max_tokens": 512}),
     ({"train_on_prompt": True}, FULL, {"data.train_on": "all"}),
     ({"mask_history": True}, FULL, {"data.train_on": "last_turn"}),
     ({"neat_packing": True}, FULL, {"data.packing": "best_fit", "data.packing_window": 1000}),
@@ -236,6 +238,7 @@ TRANSLATED = [  # added options, the file they are added to, and the options of 
             "task.kind": "sft",
             "data.packing": "off",
             "data.too_long": "truncate",
+            "data.max_tokens": 2048,
             "data.train_on": "all",
             "training.sources": [
                 {
@@ -537,7 +540,7 @@ REFUSED = [  # added options, the file they are added to, the key and the text o
     ({"dataset": "lines"}, FULL, "file_name", "write its lines as records"),
     ({"dataset": "script"}, FULL, "script_url", "never executed"),
     ({"dataset": "modelscope"}, FULL, "file_name", "other hubs are not read"),
-    ({"dataset": "split"}, FULL, "split", "download the split into a file"),
+    ({"dataset": "split"}, FULL, "split", "write the split into a file"),
     ({"dataset": "sampled"}, FULL, "num_samples", "max_samples takes the first ones"),
     ({"dataset": "openai"}, FULL, "formatting", "adds words to the system message"),
     ({"dataset": "roles"}, FULL, "tags.user_tag", "rename the roles in the records"),

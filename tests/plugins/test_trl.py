@@ -89,6 +89,7 @@ def test_the_defaults_are_those_of_trl():
         "training.max_norm": 1.0,
         "training.mixed_precision_param": "bfloat16",
         "training.seq_len": 1024,
+        "data.max_tokens": 1024,
         "training.sources": [{"dataset": "huggingface", "dataset_path": "owner/set"}],
     }
     changed, _ = difference(job, import_line(DPO))
@@ -147,9 +148,13 @@ TRANSLATED = [  # flags, the line that they are added to, and the options of the
     ("--config rate.yaml", SFT, {"optimizer.lr": 1e-3, "data.packing": "best_fit"}),
     ("--learning_rate 0.1 --config rate.yaml --packing False", SFT, {"optimizer.lr": 0.1}),
     ("--dataset_num_proc 3", SFT, {"data.num_proc": 3}),
-    ("--max_length 64", SFT, {"training.seq_len": 64}),
+    ("--max_length 64", SFT, {"training.seq_len": 64, "data.max_tokens": 64}),
     ("--packing", SFT, {"data.packing": "best_fit"}),
-    ("--packing --packing_strategy bfd_split", SFT, {"data.packing": "best_fit", "data.too_long": "split"}),
+    (
+        "--packing --packing_strategy bfd_split",
+        SFT,
+        {"data.packing": "best_fit", "data.too_long": "split", "data.max_tokens": None},
+    ),
     ("--completion_only_loss True", SFT, {"data.train_on": "completion"}),
     ("--completion_only_loss False", SFT, {}),
     ("--assistant_only_loss", SFT, {"data.train_on": "completion"}),

@@ -82,7 +82,9 @@ class JobDatasets:
             return PrepareOptions()
         rows = self.task.rows_per_sample
         train_on = TrainOn(data.train_on if rows == 1 else "last_turn", data.train_on_eos)
-        return PrepareOptions(train_on, self.data.seq_len(section) + 1, data.too_long, data.max_empty_ratio, rows)
+        max_tokens, is_given = self.data.seq_len(section) + 1, data.max_tokens is not None
+        max_tokens = min(max_tokens, data.max_tokens or max_tokens)
+        return PrepareOptions(train_on, max_tokens, is_given, data.too_long, data.max_empty_ratio, rows)
 
     # Length of the run
 
@@ -121,7 +123,8 @@ class JobDatasets:
         """Log the records of each source and how well they fill the samples."""
         for source in sources:
             header, seq_len = source.header, self.config.training.seq_len
-            records = f": {describe_records(header['records'], seq_len)}" if "records" in header else ""
+            is_given = self.config.data.max_tokens is not None
+            records = f": {describe_records(header['records'], seq_len, is_given)}" if "records" in header else ""
             share = header.get("trained_tokens", header["tokens"]) / header["tokens"]
             logger.info("records    %s%s; %.1f %% of the tokens trained", source.name, records, 100 * share)
         logger.info("samples    %s", self.describe_samples(sources))

@@ -64,7 +64,7 @@ class TrainOn(NamedTuple):
         elif self.end_tokens != "turn":
             for end in ends if self.end_tokens == "none" else ends[:-1]:
                 trained[end] = False
-        return [Span(span.content, flag) for span, flag in zip(spans, trained, strict=True)]
+        return [span._replace(trained=flag) for span, flag in zip(spans, trained, strict=True)]
 
 
 TRAIN_ON_ANSWERS = TrainOn()
@@ -265,11 +265,15 @@ def _pieces(tokenizer: Tokenizer, document: Document) -> Iterator[tuple[Sequence
     if all(isinstance(span.content, str) and span.content.isspace() for span in spans):
         return
     after_text = False
-    for (trained, is_text), run in groupby(spans, key=lambda span: (span.trained, isinstance(span.content, str))):
+    numbers = accumulate(span.starts_text for span in spans)  # of the texts that are encoded by themselves
+    keys = [(span.trained, isinstance(span.content, str), n) for span, n in zip(spans, numbers, strict=True)]
+    for (trained, is_text, _), pairs in groupby(zip(spans, keys, strict=True), key=lambda pair: pair[1]):
+        run = [span for span, _ in pairs]
         contents = [span.content for span in run]
         if is_text:
             text = "".join(content for content in contents if isinstance(content, str))
-            yield tokenizer.encode_after(text) if after_text else tokenizer.encode(text), trained
+            continues = after_text and not run[0].starts_text
+            yield tokenizer.encode_after(text) if continues else tokenizer.encode(text), trained
         else:
             yield [i for ids in contents if not isinstance(ids, str) for i in ids], trained
         after_text = is_text

@@ -17,6 +17,9 @@ from torchtitan.datasets.messages import LIST_OF_TABLES, MessageReader, as_list,
 from torchtitan.datasets.sources import REMEDY, Chat, DataError, Document, Span
 
 PLACEHOLDERS = ("instruction", "input", "system")
+REQUIRED_PLACEHOLDERS = {"format": "instruction", "no_input_format": "instruction", "system_format": "system"}
+REQUIRED_PLACEHOLDERS |= {"output_format": "output"}
+"""Part of a prompt template -> the placeholder that it must have."""
 _PLACEHOLDER = re.compile(r"\{(\w+)\}")
 
 
@@ -26,7 +29,7 @@ class PromptTemplate:
 
     `format`, and `no_input_format` for records without an input, may contain {instruction}, {input} and {system}.
     `system_format`: prefix for a system message if the format has no {system}. `system_prompt`: default system message
-    of records without one. `separator`: text between prompt and answer.
+    of records without one. `separator`: text between prompt and answer. `output_format`: the answer, with {output}.
     """
 
     format: str = (
@@ -41,6 +44,7 @@ class PromptTemplate:
     system_format: str = "{system}\n\n"
     system_prompt: str = ""
     separator: str = ""
+    output_format: str = "{output}"
 
     @classmethod
     def from_options(cls, template: Mapping[str, str]) -> "PromptTemplate":
@@ -53,10 +57,11 @@ class PromptTemplate:
             key, shown = "training.template", f"{name} = {text!r}"
             if name not in parts:
                 raise LimitError(key, shown, f"parts that are known: {', '.join(parts)}", "correct its name")
-            required = {"format": "instruction", "no_input_format": "instruction", "system_format": "system"}.get(name)
+            required = REQUIRED_PLACEHOLDERS.get(name)
             places = _PLACEHOLDER.findall(text) if required else []
-            if required and (required not in places or set(places) - set(PLACEHOLDERS)):
-                allowed_places = ", ".join(f"{{{location}}}" for location in PLACEHOLDERS)
+            placeholders = PLACEHOLDERS if required in PLACEHOLDERS else (required,)
+            if required and (required not in places or set(places) - {*placeholders}):
+                allowed_places = ", ".join(f"{{{location}}}" for location in placeholders)
                 raise LimitError(key, shown, f"text with {{{required}}}; places are {allowed_places}", "correct them")
         if "format" in template:
             template = {"no_input_format": template["format"]} | dict(template)
@@ -68,6 +73,9 @@ class PromptTemplate:
         body = self.format if record_input else self.no_input_format
         head = self.system_format if values["system"] and "{system}" not in body else ""
         return _PLACEHOLDER.sub(lambda match: values[match[1]], head + body) + self.separator
+
+    def render_output(self, output: str) -> str:
+        return _PLACEHOLDER.sub(lambda match: output, self.output_format)
 
 
 ALPACA = PromptTemplate()
@@ -122,7 +130,13 @@ def read_prompt_completion(record: Record, prompt: PromptTemplate) -> list[Span]
 
 def read_alpaca(record: Record, prompt: PromptTemplate) -> list[Span]:
     text = prompt.render(record["instruction"], record.get("input") or "", record.get("system") or "")
-    return [Span(text, False), Span(record["output"])]
+    return [Span(text, False), Span(prompt.render_output(record["output"]))]
+
+
+def read_instruct(record: Record, prompt: PromptTemplate) -> list[Span]:
+    """Return an instruction record whose answer is encoded as a text by itself, as Axolotl does."""
+    question, answer = read_alpaca(record, prompt)
+    return [question, answer._replace(starts_text=True)]
 
 
 def alpaca_messages(record: Record, location: str) -> list[dict[str, Any]]:
@@ -185,6 +199,14 @@ FORMATS: dict[str, Format] = {
         template_parts=tuple(PromptTemplate.__annotations__),
         unplaced_fields=(*UNPLACED, "system", "tools", "functions"),
     ),
+    "instruct": Format(
+        ("instruction", "output"),
+        read_instruct,
+        "instruction",
+        ("input", "system"),
+        template_parts=tuple(PromptTemplate.__annotations__),
+        detectable=False,
+    ),
     "alpaca_chat": Format(
         ("instruction", "output"),
         optional_fields=("input", "history", *CONTEXT_FIELDS),
@@ -193,6 +215,8 @@ FORMATS: dict[str, Format] = {
     ),
     "completion": Format(("text",), detectable=False),
 }
+INSTRUCTIONS = ("alpaca", "instruct")
+"""Formats that use all parts of a prompt template. Their system message is only read if the job says where it goes."""
 QUESTION_FORMATS = ("chat", *(name for name, entry in FORMATS.items() if entry.question_field))
 """Formats that can render a question to a trained model."""
 

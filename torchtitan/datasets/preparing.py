@@ -75,12 +75,13 @@ class PrepareOptions:
     """Options for turning documents into training pieces.
 
     `max_tokens`: the most tokens of a document that fit into a sample; None: samples are cut from the concatenation of
-    all documents, so no document is too long, and documents without trained tokens are read too. `group_size`:
-    documents per record (2 for a pair). All of them are kept, or none.
+    all documents, so no document is too long, and documents without trained tokens are read too. `is_given`: the job
+    sets `max_tokens` itself. `group_size`: documents per record (2 for a pair). All of them are kept, or none.
     """
 
     train_on: TrainOn = TRAIN_ON_ANSWERS
     max_tokens: int | None = None
+    is_given: bool = False
     too_long: Literal["error", "drop", "truncate", "split"] = "error"
     max_empty_ratio: float = 0.01
     group_size: int = 1
@@ -119,9 +120,11 @@ class PrepareOptions:
         if self.too_long == "error" or is_chat:
             cut = f", and data.too_long = {self.too_long!r} would cut its last answer off" * (self.too_long != "error")
             alternatives = '"drop"' if is_chat else '"drop", "truncate" or "split"'
+            limit = f"a sample of training.seq_len = {max_tokens - 1} has room for {max_tokens}"
+            limit = f"data.max_tokens = {max_tokens}" if self.is_given else limit
+            remedy = f"data.max_tokens to {len(ids)}" if self.is_given else f"training.seq_len to {len(ids) - 1}"
             raise DataError(
-                f"{document.location}: {len(ids)} tokens, but a sample of training.seq_len = {max_tokens - 1} has room "
-                f"for {max_tokens}{cut}; raise training.seq_len to {len(ids) - 1}, or set data.too_long to "
+                f"{document.location}: {len(ids)} tokens, but {limit}{cut}; raise {remedy}, or set data.too_long to "
                 f"{alternatives}"
             )
         if isinstance(
@@ -182,7 +185,7 @@ class RecordStatistics:
         """Explain why a source has no tokens, and what to change."""
         if options.max_tokens is None or not self.outcomes["dropped"]:
             return "no text in it; give documents with text"
-        description = describe_records(self.to_dict(), options.max_tokens - 1)
+        description = describe_records(self.to_dict(), options.max_tokens - 1, options.is_given)
         return f"no record is left of it ({description}); raise training.seq_len, or set data.too_long"
 
     def to_dict(self) -> dict[str, Any]:
@@ -194,21 +197,25 @@ class RecordStatistics:
         return {"fates": outcomes, "lengths": {str(p): length for p, length in zip(PERCENTILES, lengths, strict=True)}}
 
 
-def describe_records(records: dict[str, Any], seq_len: int) -> str:
+def describe_records(records: dict[str, Any], seq_len: int, is_given: bool) -> str:
     """Describe the result of RecordStatistics.to_dict, with advice if records were cut or dropped for their length."""
     outcomes, lengths = records["fates"], records["lengths"]
     description = ", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.items())
     description += "; lengths " + ", ".join(f"{length} ({p} %)" for p, length in lengths.items())
-    return "; ".join(filter(None, (description, advice(records, seq_len))))
+    return "; ".join(filter(None, (description, advice(records, seq_len, is_given))))
 
 
-def advice(records: dict[str, Any], seq_len: int) -> str:
-    """Suggest a seq_len that keeps most records uncut; empty if few were cut or dropped."""
+def advice(records: dict[str, Any], seq_len: int, is_given: bool) -> str:
+    """Suggest a seq_len that keeps most records uncut; empty if few were cut or dropped.
+
+    `is_given`: the job sets data.max_tokens."""
     outcomes, lengths = records["fates"], records["lengths"]
     cut = sum(outcomes.get(outcome, 0) for outcome in ("truncated", "split", "dropped"))
     if cut <= (1 - ADVISED_FRACTION) * sum(outcomes.values()):
         return ""
-    return f"training.seq_len = {max(lengths['99'] - 1, seq_len)} would keep 99 % whole"
+    length = max(lengths["99"] - 1, seq_len)
+    with_limit = f" with data.max_tokens = {lengths['99']}" if is_given else ""
+    return f"training.seq_len = {length}{with_limit} would keep 99 % whole"
 
 
 # Limits of the chunks that are sent to workers.

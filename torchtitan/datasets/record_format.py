@@ -11,6 +11,7 @@ from torchtitan.datasets.formats import (
     ALPACA,
     CONTEXT_FIELDS,
     FORMATS,
+    INSTRUCTIONS,
     LISTS,
     MEDIA,
     MESSAGE_KEYS,
@@ -181,15 +182,16 @@ class RecordReader:
         The system field of instructions is only read if the job sets a prompt template or names that field."""
         record_format = FORMATS[form]
         names = [name for name in (*record_format.fields, *record_format.optional_fields) if name not in MESSAGE_KEYS]
-        if form == "alpaca" and not self.template and "system" not in self.fields:
+        if form in INSTRUCTIONS and not self.template and "system" not in self.fields:
             names.remove("system")
         return {name: self.fields.get(name, name) for name in names}
 
     def _required_columns(self, form: str) -> list[str]:
         """Return the columns that must exist: the format's own fields and those that the job names."""
         columns = self._column_names(form)
-        optional = {"alpaca": (), "alpaca_chat": FORMATS[form].optional_fields}.get(form, CONTEXT_FIELDS)
-        job_names = [name for name in self.fields if name in columns and name not in optional]
+        optional = {**dict.fromkeys(INSTRUCTIONS, ()), "alpaca_chat": FORMATS[form].optional_fields}
+        optional_names = optional.get(form, CONTEXT_FIELDS)
+        job_names = [n for n in self.fields if columns.get(n) and n not in optional_names]
         return [column for name, column in columns.items() if name in FORMATS[form].fields or name in job_names]
 
     def document(self, record: Record, location: str, short_location: str) -> Document:
@@ -371,7 +373,7 @@ class RecordReader:
     def _read_texts(self, form: str, record: Record, columns: Mapping[str, str], location: str) -> list[Span]:
         record_format = FORMATS[form]
         assert record_format.read is not None
-        names = [name for name in record if form == "alpaca" or name in record_format.fields]
+        names = [name for name in record if form in INSTRUCTIONS or name in record_format.fields]
         for name in names:
             value = record[name]
             if not isinstance(value, str) and (name in record_format.fields or value is not None):

@@ -236,6 +236,10 @@ def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
     if data.group_by_length and len(config.training.sources) > 1 and not facts.data.joins_sources:
         allowed = "true only with training.epochs, as sources mixed by weight cannot be grouped"
         yield facts.fault("data.group_by_length", allowed, 'set training.mixing = "sizes", or drop it')
+    room = config.training.seq_len + 1
+    if (data.max_tokens or 0) > room:
+        remedy = f"write at most {room}, or raise training.seq_len"
+        yield facts.fault("data.max_tokens", f"at most {room}, the room of a sample", remedy)
     shard, shards = map(int, data.shards.split("/"))
     if shard > shards:
         yield facts.fault("data.shards", f"at most {shards}/{shards}", "correct it")

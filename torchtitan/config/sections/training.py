@@ -81,7 +81,8 @@ class Training:
     leaves an optional field out. role and content are those inside messages."""
     template: dict[str, str] = field(default_factory=dict)
     """Prompt of instruction records instead of Stanford Alpaca's: format and no_input_format with {instruction},
-    {input} and {system}, system_format, system_prompt, and the separator before the answer."""
+    {input} and {system}, system_format, system_prompt, the separator before the answer, and output_format with
+    {output}."""
     document_mask: bool = False
     """Restrict attention to each document within a packed sample."""
     shuffle: bool = True
@@ -279,6 +280,8 @@ class Data:
     """Turns with a trained end-of-turn token: each answer (turn), the last answer, all turns of any role, or none."""
     too_long: Literal["error", "drop", "truncate", "split"] = "error"
     """Handling of records longer than training.seq_len. Conversations are never cut."""
+    max_tokens: Annotated[int, Field(ge=2)] | None = None
+    """Tokens of the longest record that is not too long. Unset: training.seq_len + 1, as the last is only a label."""
     max_empty_ratio: Fraction = 0.01
     """Maximum fraction of a source's records without any token to learn. Sources above it are refused; below it such
     records are dropped."""

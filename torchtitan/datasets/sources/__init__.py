@@ -54,6 +54,8 @@ class Span(NamedTuple):
     content: str | Sequence[int]
     """Text, or the ids of the job's tokenizer."""
     trained: bool = True
+    starts_text: bool = False
+    """Encoded as a text by itself: a tokenizer that puts a blank before every text puts one before it."""
 
 
 class Chat(NamedTuple):

@@ -3,7 +3,7 @@
 import os.path
 import re
 import shlex
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +12,19 @@ from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIG_CONVERTERS
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.plugins.importers.axolotl_options import ENTRY_KEYS, UNSET
-from torchtitan.plugins.importers.translation import JobDraft, Options
+from torchtitan.plugins.importers.axolotl_prompts import (
+    BY_STYLE,
+    PAIRS,
+    STRATEGIES,
+    TEMPLATES_OF_PAIRS,
+    pair_fields_of,
+    prompt_of,
+    reason_of,
+    source_of,
+)
+from torchtitan.plugins.importers.translation import HUB_SPLITS, JobDraft, Options
 
-FORMATS = {"alpaca": ("alpaca", ""), "sharegpt": ("sharegpt", "conversations"), "completion": ("completion", "text")}
+FORMATS = {"alpaca": ("instruct", ""), "sharegpt": ("sharegpt", "conversations"), "completion": ("completion", "text")}
 FORMATS |= {"input_output": ("input_output", "segments"), "prompt_completion": ("prompt_completion", "")}
 """Prompt type -> (record format, the field of that format that `field` and `field_messages` rename)."""
 TYPES = (*FORMATS, "chat_template", "pretrain")
@@ -57,11 +67,18 @@ THINKING_FIELD = "reasoning_content"
 PAIR_FIELDS = {"field_chosen": "chosen", "field_rejected": "rejected"}
 PAIR_TYPES = ("chat_template.default", "chat_template.argilla", "chat_template.argilla_chat")
 """Prompt types of pairs of messages under the chat template; those of Argilla have the prompt in both answers."""
-TEXTS = ("completion", "input_output", "prompt_completion")
+AS_THEY_ARE = "passthrough.default"
+KINDS_OF_PAIRS = (*PAIR_TYPES, AS_THEY_ARE, *(f"{name}.{kind}" for name in TEMPLATES_OF_PAIRS for kind in PAIRS))
+END_OF_PAIRS = "a tokenizer's own end token is not written after the template's: see `torchtitan preview`"
+CUSTOM_FORMATS = {f"{name}_format": f"{{{name}}}" for name in ("prompt", "chosen", "rejected")}
+"""Keys of a custom pair, and the only texts with which a pair is read as it is."""
+CUSTOM_FIELDS = ("field_system", "field_prompt", "field_chosen", "field_rejected")
+"""The first has no effect, as no format contains {system}."""
+OTHER_READING = ("field", "field_messages", "text_column", "conversation", "roles")
+"""Further keys of an entry that say how its records are read."""
+TEXTS = ("completion", "input_output", "prompt_completion", "instruct")
 """Formats of records that hold texts, which may have been rendered with a template before."""
 SPELLED_TOKENS = "special tokens that its texts spell out are ordinary text here, and tokens for Axolotl"
-SPLITS = {"train": "huggingface", "validation": "huggingface_validation"}
-"""Splits of a dataset of the hub -> datasets here."""
 SPLIT = re.compile(r"(?P<name>\w+(\.\w+)*)(?P<slice>\[[-0-9_%:]*\])?")
 MAX_SPLIT = 200
 SAVED = "state.json"
@@ -98,6 +115,8 @@ class DataTranslation:
             self.refuse("max_packed_sequence_len", max_length, "sequence_len", "samples are of one length")
 
     def _pretraining(self) -> None:
+        for name in ("max_tokens", "too_long"):
+            self.values.pop(f"data.{name}", None)
         dataset = self.options["pretraining_dataset"]
         entries = dataset if isinstance(dataset, list) else [dataset]
         if len(entries) > 1:
@@ -134,9 +153,9 @@ class DataTranslation:
         has_split = self._held_out()
         if are_texts and not has_split:
             values["data.too_long"] = "split"
-            self.note("texts that are too long are cut")
-        else:
-            values["data.too_long"] = "drop"
+            values.pop("data.max_tokens", None)
+            self.note("texts that are too long are cut; the last token of a piece is learned too, as the first label")
+        elif values["data.too_long"] == "drop":
             exception = "; Axolotl cuts them, as a job does with test_datasets instead of val_set_size"
             self.note(f"records that are too long are left out, and counted{exception * are_texts}")
         self._template()
@@ -198,10 +217,12 @@ class DataTranslation:
         sources: list[dict[str, Any]] = []
         for number, raw_entry in enumerate(entries):
             label = f"{name}[{number}]"
-            entry = entry_of(raw_entry, label, self.draft)
+            table = raw_entry.get("type") if isinstance(raw_entry, dict) else None
+            is_custom_pair = self.options["rl"] in PREFERENCES and isinstance(table, dict)
+            entry = entry_of({**raw_entry, "type": AS_THEY_ARE} if is_custom_pair else raw_entry, label, self.draft)
             if entry is not None:
                 self._check_entry(label, entry)
-                reading = self._reading(label, entry)
+                reading = self._custom_pairs(label, table) if is_custom_pair else self._reading(label, entry)
                 sources += [location | reading for location in self._locations(label, entry)]
         return sources
 
@@ -219,6 +240,8 @@ class DataTranslation:
                 self.refuse(f"{label}.roles", value, "the usual names of roles", "rename the roles in the records")
             elif key in (*PROMPT, *FIELDS, *MESSAGE_FIELDS, *PAIR_FIELDS) and not isinstance(value, str):
                 self.refuse(f"{label}.{key}", value, "text")
+            elif key in PROMPT and ("{{" in value or "}}" in value):
+                self.refuse(f"{label}.{key}", value, "text without {{ and }}", "write the text of the prompt's braces")
         if isinstance(entry.get("conversation"), str):
             self._templates.append(entry["conversation"])
 
@@ -233,6 +256,9 @@ class DataTranslation:
         template = {key: entry[key] for key in PROMPT if key in entry}
         if self.options["rl"] in PREFERENCES and entry.get("type") in PAIR_TYPES:
             return self._pairs(entry, message_fields)
+        strategy = str(entry.get("type"))
+        if self.options["rl"] in PREFERENCES and (strategy == AS_THEY_ARE or pair_fields_of(strategy)):
+            return self._pairs_of_texts(label, entry)
         if message_fields and self.options["rl"] in PREFERENCES:
             key = next(key for key in MESSAGE_FIELDS if MESSAGE_FIELDS[key] in message_fields)
             remedy = "write the messages with role and content"
@@ -240,15 +266,17 @@ class DataTranslation:
             return {}
         field = entry.get("text_column", entry.get("field", entry.get("field_messages")))
         kind = self._kind(label, entry)
+        if (prompt := prompt_of(kind)) is not None and kind != "alpaca":
+            self._refuse_keys(label, entry, (*PROMPT, *FIELDS, *MESSAGE_FIELDS, *OTHER_READING))
+            self.note(f"{label}: {SPELLED_TOKENS}")
+            return source_of(prompt)
         record_format, default_field = FORMATS.get(kind.removesuffix(ROLES), ("", ""))
         if kind.endswith(ROLES):
             message_fields = {"content": "value"} | message_fields
         if (template or fields) and kind not in ("", "alpaca"):
-            for key in [key for key in entry if key in PROMPT or key in FIELDS]:
-                remedy = "it belongs to instructions: drop it"
-                self.refuse(f"{label}.{key}", entry[key], f"nothing with type: {kind}", remedy)
+            self._refuse_keys(label, entry, (*PROMPT, *FIELDS))
         elif template or fields:
-            record_format, default_field, message_fields = "alpaca", "", {}
+            record_format, default_field, message_fields = "instruct", "", {}
         elif message_fields and not record_format or kind == "chat_template" and field is not None:
             record_format, default_field, field = "chat", "messages", field or "messages"
         if default_field and field not in (None, default_field):
@@ -268,6 +296,36 @@ class DataTranslation:
             self.note(f"{label}.type {kind}: the format is detected from the fields of a record, see docs/data.md")
         return {"text_field": field} if isinstance(field, str) else {}
 
+    def _refuse_keys(self, label: str, entry: Mapping[str, Any], keys: Collection[str]) -> None:
+        for key in [key for key in entry if key in keys]:
+            allowed = f"nothing with type: {entry['type']}"
+            self.refuse(f"{label}.{key}", entry[key], allowed, "it belongs to another type: drop it")
+
+    def _pairs_of_texts(self, label: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of pairs that a strategy writes under its own template, or reads as they are."""
+        self._refuse_keys(label, entry, (*PROMPT, *FIELDS, *MESSAGE_FIELDS, *PAIR_FIELDS, *OTHER_READING))
+        if (strategy := pair_fields_of(entry["type"])) is None:
+            return {"format": "preference"}
+        template, fields = strategy
+        self._templates.append(template)
+        self.note(f"{label}.type {entry['type']}: {END_OF_PAIRS}")
+        return {"format": "preference", "fields": fields} if fields else {"format": "preference"}
+
+    def _custom_pairs(self, label: str, table: Mapping[str, Any]) -> dict[str, Any]:
+        """Return the options of pairs with fields of their own, from the table that is the entry's type."""
+        fields = {}
+        for key, value in table.items():
+            name = key.removeprefix("field_")
+            if key in CUSTOM_FORMATS and value not in (None, "", CUSTOM_FORMATS[key]):
+                self.refuse(f"{label}.type.{key}", value, CUSTOM_FORMATS[key], "write the text into the records")
+            elif key not in (*CUSTOM_FORMATS, *CUSTOM_FIELDS):
+                self.refuse(f"{label}.type.{key}", value, "a known key", hint(key, [*CUSTOM_FORMATS, *CUSTOM_FIELDS]))
+            elif key in CUSTOM_FIELDS and not isinstance(value, str):
+                self.refuse(f"{label}.type.{key}", value, "text")
+            elif key in CUSTOM_FIELDS[1:] and value != name:
+                fields[name] = value
+        return {"format": "preference", "fields": fields} if fields else {"format": "preference"}
+
     def _pairs(self, entry: Mapping[str, Any], message_fields: Mapping[str, str]) -> dict[str, Any]:
         """Return the options of pairs whose prompt, if the entry names a field for it, stands next to the answers."""
         names = {"messages": "field_messages"} if entry["type"] == PAIR_TYPES[0] else {}
@@ -281,10 +339,12 @@ class DataTranslation:
         if kind is None or kind in (*TYPES, f"sharegpt{ROLES}"):
             return kind or ""
         if self.options["rl"] in PREFERENCES:
-            self.refuse(f"{label}.type", kind, "nothing with rl, as the fields of a record tell", REWRITE_PAIRS)
-        else:
-            reason = f"other prompts are not supported: {REWRITE}"
-            self.refuse(f"{label}.type", kind, f"one of {', '.join(TYPES)}", reason)
+            self.refuse(f"{label}.type", kind, f"one of {', '.join(KINDS_OF_PAIRS)}", REWRITE_PAIRS)
+            return ""
+        if isinstance(kind, str) and prompt_of(kind) is not None:
+            return kind
+        reason = (reason_of(kind) if isinstance(kind, str) else "") or f"other prompts are not supported: {REWRITE}"
+        self.refuse(f"{label}.type", kind, f"one of {', '.join([*TYPES, *BY_STYLE, *STRATEGIES])}", reason)
         return ""
 
     def _locations(self, label: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
@@ -298,7 +358,7 @@ class DataTranslation:
             path.endswith(FILE_SUFFIXES) or path.startswith((".", "/", "~")) or "*" in path or path.count("/") != 1
         )
         if files is None and not (is_local or Path(path).exists()):
-            dataset, part = self._split(label, entry, SPLITS)
+            dataset, part = self._split(label, entry, HUB_SPLITS)
             return [{"dataset": dataset, "dataset_path": f"{path}:{entry['name']}" if "name" in entry else path} | part]
         dataset, part = self._split(label, entry, {"train": "text"})
         if files is None:

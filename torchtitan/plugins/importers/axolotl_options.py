@@ -22,6 +22,7 @@ ADAM |= {"adamw_anyprecision": "AdamWBF16"}
 OPTIMIZERS = ADAM | {"adafactor": "Adafactor", "lion_pytorch": "Lion", "paged_lion_32bit": "Lion", "sgd": "SGD"}
 OPTIMIZERS |= {"galore_adamw": "GaLore", "galore_adamw_8bit": "GaLore", "muon": "Muon"}
 SCHEDULES = {"cosine": "cosine", "linear": "linear", "constant": "constant", "constant_with_warmup": "constant"}
+EXCESS = {"drop": "drop", "truncate": "truncate", "raise": "error"}
 OFFLOADED = ("offload", "offload_disk")
 """Values of gradient_checkpointing that keep inputs of blocks in another memory."""
 RECOMPUTE = {True: "full", False: "none", AUTO: "full"} | dict.fromkeys(OFFLOADED, "full")
@@ -154,7 +155,8 @@ DATA: dict[str, Setting] = {
     "push_dataset_to_hub": _refusal("text", "data are not published"),
     "hf_use_auth_token": _note("bool", "a token of the hub is only read from HF_TOKEN, never from a file"),
     "remove_unused_columns": _note("bool", "only the fields of a record's format are read"),
-    "sequence_len": Setting("int", to="training.seq_len"),
+    "sequence_len": Setting("int", to="training.seq_len data.max_tokens", least=2),
+    "excess_length_strategy": Setting("word", "drop", "data.too_long", EXCESS),
     "sample_packing_group_size": Setting("int", to="data.packing_window"),
     "sample_packing_bin_size": _note("int", "a sample takes as many records as it has room for"),
     "eval_sample_packing": _note("bool", "the validation loss is the same packed or not"),

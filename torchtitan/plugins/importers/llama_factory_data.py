@@ -8,7 +8,7 @@ from torchtitan.config.options import hint
 from torchtitan.core.errors import JobError
 from torchtitan.models.hf.config import read_json
 from torchtitan.plugins.importers.llama_factory_templates import TEMPLATES, chat_template, end_token
-from torchtitan.plugins.importers.translation import JobDraft, Options
+from torchtitan.plugins.importers.translation import HUB_SPLITS, JobDraft, Options
 
 INFO, ONLINE, REMOTE = "dataset_info.json", "ONLINE", "REMOTE:"
 _ENTRY_KEYS = """file_name hf_hub_url ms_hub_url om_hub_url formatting ranking subset split columns tags script_url
@@ -75,6 +75,7 @@ class FactoryData:
             values |= {"task.kind": "sft", "data.packing": "off", "data.too_long": "truncate", "data.train_on": "all"}
             return
         values["task.kind"] = "pretrain"
+        values.pop("data.max_tokens", None)
         if options["packing"]:
             values["training.seq_len"] = length - 1
         self.note("documents are packed end to end, as there; a block here also learns its first token")
@@ -207,13 +208,15 @@ class _Entry:
         return None if len(self.data.draft.faults) > before else source
 
     def _location(self) -> dict[str, Any]:
-        entry = self.entry
-        if entry.get("split", "train") != "train":
-            self.refuse("split", entry["split"], "train", "download the split into a file, and name that")
+        entry, split = self.entry, self.entry.get("split") or "train"
         url, file = entry.get("hf_hub_url"), entry.get("file_name")
+        splits = HUB_SPLITS if isinstance(url, str) else {"train": "text"}
+        if not isinstance(split, str) or split not in splits:
+            self.refuse("split", split, " or ".join(splits), "write the split into a file, and name that")
+            return {}
         if isinstance(url, str):
             subset = entry.get("subset")
-            return {"dataset": "huggingface", "dataset_path": f"{url}:{subset}" if subset else url}
+            return {"dataset": splits[split], "dataset_path": f"{url}:{subset}" if subset else url}
         if not isinstance(file, str):
             remedy = "download it: other hubs are not read" if entry.keys() & {"ms_hub_url", "om_hub_url"} else ""
             self.refuse("file_name", file, "a file, or hf_hub_url", remedy)

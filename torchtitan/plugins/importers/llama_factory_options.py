@@ -65,7 +65,7 @@ MODEL: dict[str, Setting] = {
 DATA: dict[str, Setting] = {
     **same("dataset eval_dataset template tokenized_path", Setting("text")),
     "dataset_dir": Setting("any", "data"),
-    "cutoff_len": Setting("int", 2048, "training.seq_len", least=1),
+    "cutoff_len": Setting("int", 2048, "training.seq_len data.max_tokens", least=2),
     **same("train_on_prompt mask_history neat_packing preserve_thinking", Setting("bool", False)),
     "packing": Setting("bool"),
     "enable_thinking": Setting("any", True),

@@ -26,6 +26,8 @@ ROUTER_LOSS = "output_router_logits"
 """Key of a config with which transformers adds the router's loss to that of the tokens."""
 BALANCE = "aux_loss_weight"
 """Size of models with experts: the weight of the loss that balances them."""
+HUB_SPLITS = {"train": "huggingface", "validation": "huggingface_validation", "test": "huggingface_test"}
+"""Split of a dataset of the hub -> dataset here."""
 FLOAT16 = "float16 overflows without a scaler; bf16 needs none"
 
 

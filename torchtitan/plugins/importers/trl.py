@@ -16,7 +16,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.models.hf.config import read_json
 from torchtitan.plugins.importers.adapter_targets import add_targets
 from torchtitan.plugins.importers.axolotl_adapter import MODULES
-from torchtitan.plugins.importers.hf_model import add_model, weight_type
+from torchtitan.plugins.importers.hf_model import add_model, config_of, weight_type
 from torchtitan.plugins.importers.hf_trainer import (
     ARGUMENTS,
     FASTER,
@@ -27,6 +27,7 @@ from torchtitan.plugins.importers.hf_trainer import (
 )
 from torchtitan.plugins.importers.translation import (
     FLOAT16,
+    HUB_SPLITS,
     CommandLine,
     JobDraft,
     Setting,
@@ -34,11 +35,10 @@ from torchtitan.plugins.importers.translation import (
 )
 
 KINDS_OF_SCRIPTS = {"trl sft": "sft", "sft.py": "sft", "trl dpo": "dpo", "dpo.py": "dpo"}
-CONFIG_FLAG = "config"
-SPLITS = {"train": "huggingface", "validation": "huggingface_validation", "test": "huggingface_test"}
-"""Split of a dataset -> how it is read."""
+CONFIG_FLAG, LENGTH = "config", "max_length"
 FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 ENTRY_KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
+CONTEXT = "max_position_embeddings"
 QUERY_VALUE = ("q_proj", "v_proj")
 PEFT_TARGETS: dict[str, tuple[str, ...]] = {
     **dict.fromkeys(
@@ -84,7 +84,7 @@ COMMON: dict[str, Setting] = {
     **refused("write model.overrides yourself", model_init_kwargs=None),
     "router_aux_loss_coef": Setting("float"),
     "dataset_num_proc": Setting("int", to="data.num_proc"),
-    "max_length": Setting("int", 1024, "training.seq_len", least=1),
+    "max_length": Setting("int", 1024, "training.seq_len data.max_tokens", least=2),
     "truncation_mode": Setting("text", "keep_start", choices=("keep_start",), reason="trl gives it up too"),
     **refused("activations stay on their device", activation_offloading=False),
     "pad_token": Setting("text", note="padding is masked by its position"),
@@ -135,7 +135,11 @@ def read(line: CommandLine) -> JobDraft:
 class _Trl:
     def __init__(self, line: CommandLine, draft: JobDraft, kind: str) -> None:
         self.draft, self.kind, table = draft, kind, SFT if kind == "sft" else DPO
-        self.options = options_of(_values(line, table), table, draft)
+        values = _values(line, table)
+        self.is_unlimited = LENGTH in values and values[LENGTH] is None
+        if self.is_unlimited:
+            del values[LENGTH]
+        self.options = options_of(values, table, draft)
         self.values, self.note, self.refuse = draft.values, draft.notes.append, draft.refuse
         self.folder = self.options["model_name_or_path"]
         self.trainer = TrainerTranslation("trl", line, self.options, draft)
@@ -149,6 +153,8 @@ class _Trl:
             self._answers()
         else:
             self._pairs()
+        if self.is_unlimited:
+            self._without_limit()
         self._precision()
         self._adapter()
         self.trainer.read()
@@ -187,8 +193,8 @@ class _Trl:
 
     def _split(self, option: str) -> list[dict[str, Any]]:
         split, name = self.options[option], self.options["dataset_name"]
-        if split not in SPLITS:
-            self.refuse(option, split, " or ".join(SPLITS), "write the split into a file, and name that in the job")
+        if split not in HUB_SPLITS:
+            self.refuse(option, split, " or ".join(HUB_SPLITS), "write the split into a file, and name that in the job")
             return []
         if name.endswith(FILES) and split != "train":
             self.refuse(option, split, "train for a file", "name the file of these records in [validation]")
@@ -196,7 +202,7 @@ class _Trl:
         if name.endswith(FILES):
             return [{"dataset": "text", "dataset_path": name}]
         config = self.options["dataset_config"]
-        return [{"dataset": SPLITS[split], "dataset_path": f"{name}:{config}" if config else name}]
+        return [{"dataset": HUB_SPLITS[split], "dataset_path": f"{name}:{config}" if config else name}]
 
     def _entry(self, entry: Any) -> dict[str, Any] | None:
         """Translate an entry of a mixture."""
@@ -212,8 +218,8 @@ class _Trl:
             elif key in ("data_dir", "columns", "fraction") and value is not None:
                 self.refuse(f"datasets.{key}", value, "nothing", "write what it means into [[training.sources]]")
         split, name, files = entry.get("split", "train"), entry.get("name"), entry.get("data_files")
-        if not isinstance(split, str) or split not in SPLITS:
-            self.refuse("datasets.split", split, " or ".join(SPLITS))
+        if not isinstance(split, str) or split not in HUB_SPLITS:
+            self.refuse("datasets.split", split, " or ".join(HUB_SPLITS))
         if len(self.draft.faults) > faults:
             return None
         if isinstance(files, str):
@@ -222,14 +228,15 @@ class _Trl:
         if files is not None:
             self.refuse("datasets.data_files", files, "one path, or a glob")
             return None
-        return {"dataset": SPLITS[split], "dataset_path": f"{entry['path']}:{name}" if name else entry["path"]}
+        return {"dataset": HUB_SPLITS[split], "dataset_path": f"{entry['path']}:{name}" if name else entry["path"]}
 
     def _answers(self) -> None:
         options, values = self.options, self.values
         values |= {"task.kind": "sft", "data.packing": "best_fit" if options["packing"] else "off"}
-        values["data.too_long"] = (
-            "split" if options["packing"] and options["packing_strategy"] == "bfd_split" else "truncate"
-        )
+        is_split = options["packing"] and options["packing_strategy"] == "bfd_split"
+        values["data.too_long"] = "split" if is_split else "truncate"
+        if is_split:
+            values.pop("data.max_tokens", None)
         if options["dataset_text_field"] != "text":
             values["training.text_field"] = options["dataset_text_field"]
         only = options["completion_only_loss"]
@@ -263,6 +270,20 @@ class _Trl:
         values["task.kind"] = LOSSES.get(losses[0] if losses else "", "dpo")
         values["data.too_long"] = "drop"
         self.note("not the same: pairs of more than max_length tokens are left out, and counted; trl cuts them")
+
+    def _without_limit(self) -> None:
+        """Translate max_length: null, with which trl cuts nothing: no record may exceed the model's context."""
+        length = config_of(self.folder).get(CONTEXT)
+        if self.kind == "sft" and self.options["packing"]:
+            self.refuse(LENGTH, None, "a number with packing", "trl refuses it too")
+        elif not isinstance(length, int):
+            allowed = f"null for a model with {CONTEXT} in its config.json, or a number"
+            self.refuse(LENGTH, None, allowed, "download the model, or give the tokens of the longest record")
+        else:
+            self.values |= {"training.seq_len": length, "data.too_long": "error"}
+            self.values.pop("data.max_tokens", None)
+            self.note(f"{LENGTH} null: nothing is cut; samples are padded to the longest of their batch, and a record")
+            self.note(f"with more inputs than the model's context, {length}, is refused: see torchtitan prepare")
 
     def _precision(self) -> None:
         options, values = self.options, self.values
