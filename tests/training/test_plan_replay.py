@@ -12,8 +12,11 @@ from tests.support.planted import run_with
 from torchtitan import cli
 from torchtitan.config.job import JobConfig
 from torchtitan.job import ResolvedJob
+from torchtitan.process.gloo_ranks import run_on_ranks
+from torchtitan.process.ranks import read_ranks
 from torchtitan.training import plan_replay
 from torchtitan.training.plan_replay import GradientDifference, RankStep, compare, difference_of
+from torchtitan.training.step import TrainingStep
 
 pytestmark = pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
 OPTIONS = {"checkpoint__enable": True, "checkpoint__interval": 2, "training__steps": 3, "training__local_batch_size": 4}
@@ -80,6 +83,40 @@ def test_a_planted_mistake_is_named(mutant, shape, plan, finding, run, monkeypat
     assert cli.main(["replay", str(run(shape)), "--step=3", "--under", plan]) == 1
     out = capsys.readouterr().out
     assert re.search(finding, out), out
+
+
+def lose_gradient(name, function, *args):
+    """Return `function(*args)` on a rank whose steps lose the gradient of a parameter, if it is the second one."""
+    forward_backward = TrainingStep.forward_backward
+
+    def lossy(step, *arguments):
+        loss = forward_backward(step, *arguments)
+        dict(step.model.named_parameters())[name].grad = None
+        return loss
+
+    if read_ranks().rank == 1:
+        TrainingStep.forward_backward = lossy
+    return function(*args)
+
+
+@pytest.mark.parametrize(
+    ("name", "plan"),
+    [
+        ("norm.weight", "tp=2"),  # replicated, with a partial gradient
+        ("layers.1.attention.wq.weight", "tp=2"),
+        ("layers.0.ffn_norm.weight", "dp_shard=2"),
+    ],
+)
+def test_a_gradient_that_one_rank_lacks_is_named_without_waiting(name, plan, run, monkeypatch, capsys):
+    def with_a_loss(ranks, function, *args, **options):
+        call = (function, *args) if ranks == 1 else (lose_gradient, name, function, *args)
+        return run_on_ranks(ranks, *call, **options)
+
+    monkeypatch.setattr(plan_replay, "run_on_ranks", with_a_loss)
+    assert cli.main(["replay", str(run("llama")), "--step=3", "--under", plan, "--timeout=300"]) == 1
+    out = capsys.readouterr().out
+    assert f"only some ranks have a gradient of {name} (1 in all)" in out and "no rank has" not in out
+    assert re.search(r"gradients +(\d+) of (\d+) are the same", out), out
 
 
 def test_the_probe_of_the_run_does_not_disturb_the_comparison(tmp_path, capsys):

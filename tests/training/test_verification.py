@@ -53,10 +53,15 @@ def rewrite(folder: Path, ending: str, change: float) -> None:
     content = path.read_bytes()
     assert content.count(before) == 1
     tensor.view(-1)[0] += change
-    path.write_bytes(content.replace(before, tensor.numpy().tobytes()))
-    manifest, (digest,) = layout.read_manifest(folder), hash_files([path])
+    replace_file(path, content.replace(before, tensor.numpy().tobytes()))
+
+
+def replace_file(path: Path, content: bytes) -> None:
+    """Write a file of a checkpoint, and its hash into the manifest."""
+    path.write_bytes(content)
+    manifest, (digest,) = layout.read_manifest(path.parent), hash_files([path])
     files = {**manifest.files, path.name: layout.FileEntry(len(content), digest)}
-    (folder / layout.MANIFEST).write_text(layout.manifest_text(dataclasses.replace(manifest, files=files)))
+    (path.parent / layout.MANIFEST).write_text(layout.manifest_text(dataclasses.replace(manifest, files=files)))
 
 
 def test_a_run_follows_from_its_records_bit_for_bit(finished, capsys):
@@ -127,6 +132,29 @@ def test_a_changed_last_checkpoint_is_noticed(changed, capsys):
     rewrite(changed / "checkpoint/step-00000005", "norm.weight.exp_avg", 1e-3)
     code, out = verify(capsys, changed, "--steps=1")
     assert code == 1 and "step-00000005: 1 of " in out and "(saved -> made again)" in out
+
+
+def test_a_changed_number_of_the_optimizer_is_noticed(tmp_path, capsys):
+    """Adafactor counts steps in whole numbers, which are not among the tensors."""
+    run, options = tmp_path / "run", OPTIONS | {"training__steps": 2, "optimizer__name": "Adafactor"}
+    jobs.train(jobs.arguments(run, jobs.write_texts(tmp_path), **options))
+    assert verify(capsys, run, "--steps=1")[0] == 0
+    saved = run / "checkpoint/step-00000002"
+    state = layout.read_state(saved)
+    name = next(name for name, number in state["optimizer"].items() if number == 2)
+    for numbers, finding in (
+        (state["optimizer"] | {name: 3}, f"{name}: 3 -> 2"),
+        (state["optimizer"] | {name: 2.0}, f"{name}: 2.0 -> 2"),
+        ({key: value for key, value in state["optimizer"].items() if key != name}, f"{name}: absent -> 2"),
+        (state["optimizer"] | {"optimizer.state.more": 1}, "optimizer.state.more is in the checkpoint and not in the"),
+    ):
+        replace_file(saved / layout.STATE, layout.dump_json(state | {"optimizer": numbers}).encode())
+        code, out = verify(capsys, run, "--steps=1")
+        assert code == 1 and finding in out and "NOT verified" in out, out
+    numbers = state["optimizer"] | {name: 3}  # another plan's rounding changes no count
+    replace_file(saved / layout.STATE, layout.dump_json(state | {"optimizer": numbers}).encode())
+    code, out = verify(capsys, run, "--steps=1", "--under=tp=1")
+    assert code == 1 and f"{name}: 3 -> 2" in out
 
 
 def test_a_damaged_checkpoint_is_noticed(changed, capsys):

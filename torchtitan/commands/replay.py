@@ -117,7 +117,7 @@ def comparison_lines(run_job: RunJob, step: int, result: StepComparison, record:
         yield f"  {name:<10} {value:<13.9g} one device {reference:<13.9g} {verdict}; {against_run}".rstrip("; ")
     yield f"  {'outputs':<10} {result.compared - len(result.outputs)} of {result.modules} modules return the same"
     gradients, differing = result.gradients, result.differing
-    total = len(gradients) + len(result.missing)
+    total = len(gradients) + len(result.missing) + len(result.partial)
     largest = max(gradients, key=lambda name: gradients[name].size, default="")
     note = f"; largest difference {gradients[largest].size:.2g} of its largest entry, {largest}" if largest else ""
     yield f"  {'gradients':<10} {len(gradients) - len(differing)} of {total} are the same{note}"
@@ -125,6 +125,8 @@ def comparison_lines(run_job: RunJob, step: int, result: StepComparison, record:
         yield "equal"
     if result.missing:
         yield f"no rank has a gradient of {result.missing[0]} ({len(result.missing)} in all)"
+    if result.partial:
+        yield f"only some ranks have a gradient of {result.partial[0]} ({len(result.partial)} in all)"
     if result.outputs:
         name, (value, reference) = next(iter(result.outputs.items()))
         sizes = f"root mean square {value:.6g}, one device {reference:.6g}"

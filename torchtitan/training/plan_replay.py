@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -68,6 +69,8 @@ class RankStep:
     grad_norm: float
     outputs: Moments
     gradients: dict[str, GradientDifference]
+    partial: list[str] = field(default_factory=list)
+    """Parameters whose gradient only some of the ranks with them have; the same on all ranks."""
 
 
 @dataclass
@@ -90,6 +93,8 @@ class StepComparison:
     gradients: dict[str, GradientDifference] = field(default_factory=dict)
     missing: list[str] = field(default_factory=list)
     """Parameters that no rank has."""
+    partial: list[str] = field(default_factory=list)
+    """Parameters whose gradient only some of the ranks with them have; nothing of these is compared."""
 
     @property
     def differing(self) -> dict[str, GradientDifference]:
@@ -98,7 +103,7 @@ class StepComparison:
     @property
     def equal(self) -> bool:
         numbers = all(within(*pair, self.tolerances[0]) for pair in (self.loss, self.grad_norm))
-        return numbers and bool(self.compared) and not (self.outputs or self.differing or self.missing)
+        return numbers and bool(self.compared) and not (self.outputs or self.differing or self.missing or self.partial)
 
 
 def within(value: float, reference: float, tolerance: float) -> bool:
@@ -146,6 +151,7 @@ def compare(start: ReplayStart, job: ResolvedJob, one: RankStep, parts: Sequence
     result = StepComparison(
         start, job, tolerances, (parts[0].loss, one.loss), (parts[0].grad_norm, one.grad_norm), len(one.outputs)
     )
+    result.partial = parts[0].partial
     for name, moments in one.outputs.items():
         of_ranks = [part.outputs[name] for part in parts if name in part.outputs]
         result.compared += bool(of_ranks)
@@ -157,7 +163,7 @@ def compare(start: ReplayStart, job: ResolvedJob, one: RankStep, parts: Sequence
         of_holders = [part.gradients[name] for part in parts if name in part.gradients]
         if of_holders:
             result.gradients[name] = max(of_holders, key=lambda one: (one.size != one.size, one.size))
-        else:
+        elif name not in result.partial:
             result.missing.append(name)
     return result
 
@@ -189,13 +195,15 @@ def rank_step(name: str, config: JobConfig, step: int, folder: Path) -> RankStep
     data = trainer.fetch()
     with watch_outputs(trainer.model) as outputs:
         loss = trainer.training_step.forward_backward(data)
+    partial = [] if is_reference else withdraw_partial_gradients(trainer.model)
     norm = trainer.model.clip_gradients(0.0)
     gradients = _write_gradients(trainer, folder) if is_reference else _compare_gradients(trainer, folder, float(norm))
     (total,) = distributed.sum_floats(float(loss))
     trainer.metrics.close()
     trainer.loader.close()
     trainer.validator.close()
-    return RankStep(total / trainer.model.dims.tp, float(norm), {n: m.tolist() for n, m in outputs.items()}, gradients)
+    moments = {name: sums.tolist() for name, sums in outputs.items()}
+    return RankStep(total / trainer.model.dims.tp, float(norm), moments, gradients, partial)
 
 
 @torch.no_grad()
@@ -215,6 +223,21 @@ def _name_in(model: ParallelModel, name: str) -> str:
     """Return the name of a tensor in the whole model: a copy of tied weights has another one in a pipeline."""
     tied: list[Mapping[str, str]] = [getattr(part, "tied_names", {}) for part in model.parts]
     return next((names[name] for names in tied if name in names), name)
+
+
+def withdraw_partial_gradients(model: ParallelModel) -> list[str]:
+    """Remove the gradients that only some of the ranks with their parameter have, and return their names: a reduction
+    of one would wait for the ranks without it. All ranks call it.
+    """
+    trained = {_name_in(model, name): p for name, p in model.named_parameters() if p.requires_grad}
+    present = {name: parameter.grad is not None for name, parameter in trained.items()}
+    shares = distributed.all_gather_json(present) if dist.is_initialized() else [present]
+    held = {name: [share[name] for share in shares if name in share] for share in shares for name in share}
+    partial = sorted(name for name, has_gradient in held.items() if any(has_gradient) and not all(has_gradient))
+    for name in partial:
+        if name in trained:
+            trained[name].grad = None
+    return partial
 
 
 def _write_gradients(trainer: Trainer, folder: Path) -> dict[str, GradientDifference]:

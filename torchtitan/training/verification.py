@@ -61,6 +61,7 @@ class SegmentResult:
     tolerances: tuple[float, float]
     steps: int = 0
     tensors: int = 0
+    """Of the saved state, with the numbers of the optimizers that are not tensors."""
     faults: list[str] = field(default_factory=list)
 
 
@@ -158,7 +159,8 @@ def tensor_faults(saved: Path, shares: Sequence[tuple[Collection[str], Mapping[s
     """Yield a line on the tensors of a checkpoint that differ from those of all ranks, or that these lack."""
     names = {name for of_rank, _ in shares for name in of_rank}
     faults = {name: fault for _, faults in shares for name, fault in faults.items()}
-    absent = [name for name in layout.read_manifest(saved).tensors if name not in names]
+    stored = [*layout.read_manifest(saved).tensors, *layout.read_state(saved)["optimizer"]]
+    absent = [name for name in stored if name not in names]
     absent = [name for name in absent if not name.startswith(ADAPTER_STATE)]
     if absent:
         yield f"{saved.name}: {absent[0]} is in the checkpoint and not in the model made again ({len(absent)} in all)"
@@ -186,7 +188,8 @@ def repeat_segment(
 
 def _compare_state(trainer: Trainer, saved: Path, tolerance: float) -> tuple[list[str], dict[str, str]]:
     parts = trainer.model.parts
-    tensors: dict[str, Any] = model_tensors(parts) | optimizer_state(parts, trainer.optimizers)[0]
+    of_optimizers, numbers = optimizer_state(parts, trainer.optimizers)
+    tensors: dict[str, Any] = model_tensors(parts) | of_optimizers
     names, faults = [], {}
     with open_tensors("native", saved) as stored:
         for name in [name for name in tensors if name in set(stored.names)]:
@@ -194,7 +197,21 @@ def _compare_state(trainer: Trainer, saved: Path, tolerance: float) -> tuple[lis
             difference = compare_tensors(name, stored.read(name), full_tensor(tensors[name]).cpu(), tolerance)
             if difference is not None:
                 faults[name] = str(difference)
+    saved_numbers = layout.read_state(saved)["optimizer"]
+    for name, number in numbers.items():
+        names.append(name)
+        if name not in saved_numbers:
+            faults[name] = f"{name}: absent -> {number}"
+        elif not _are_equal(saved_numbers[name], number, tolerance):
+            faults[name] = f"{name}: {saved_numbers[name]} -> {number}"
     return names, faults
+
+
+def _are_equal(saved: Any, repeated: Any, tolerance: float) -> bool:
+    """Compare two numbers or flags of an optimizer: those that count steps or decide exactly, under any plan."""
+    if isinstance(saved, float) and isinstance(repeated, float):
+        return saved == repeated or abs(saved - repeated) <= tolerance * max(abs(saved), abs(repeated))
+    return type(saved) is type(repeated) and saved == repeated
 
 
 def require_records(run: Path) -> dict[int, Record]:
