@@ -119,3 +119,4 @@ def test_the_loss_and_the_callback_of_the_script(workplace):
 def test_links_and_pictures_exist(page):
     for target in re.findall(r"\]\(([^)#]+)", (EXAMPLES / f"{page}.md").read_text()):
         assert (EXAMPLES / target).exists(), target
+        assert not target.endswith(".png") or (EXAMPLES / target).stat().st_size <= 60_000, f"{target}: too large"
