@@ -392,6 +392,10 @@ def test_options_without_effect_are_noted(name):
     assert values == {} and f"{name}: {TABLE[name].note}" in note
 
 
+def test_the_shortest_record_of_axolotl_is_harmless():
+    assert changes_by({"min_sample_len": 2}, FULL) == ({}, "")
+
+
 def test_kernels_of_exact_attention_are_noted_and_others_refused():
     values, note = changes_by({"attn_implementation": "flash_attention_2"}, FULL)
     assert values == {} and "attn_implementation: the fastest suitable attention kernel" in note

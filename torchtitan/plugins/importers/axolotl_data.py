@@ -41,7 +41,7 @@ MODELS_OF_TEMPLATES = {
     "deepseek_v2": "deepseek-v2",
     "deepseek_v3": "deepseek-v3",
     "falcon_h1": "falcon-h1",
-    "gemma": "gemma-2b gemma-7b",
+    "gemma": "gemma-2b gemma-7b gemma-2-",
     "gemma3": "gemma-3-",
     "gemma3n": "gemma-3n",
     "gemma4": "gemma-4",

@@ -79,6 +79,11 @@ SMALLER = _note("any", "it takes less memory there and changes no result")
 RAY = _note("any", "torchtitan train starts the ranks")
 ONLINE = "training on answers that the model generates and a reward are not supported"
 REWARDS = "reward models are not supported"
+SHARED_A = 'peft gives gate and up of an expert one A; adapter.target = ["*moe.experts"] gives each matrix its own pair'
+RESTARTS = (
+    "write [adapter.relora] into the job: every is jagged_restart_steps, warmup_steps jagged_restart_warmup_steps"
+)
+SCORES = "answers are not scored in a run: torchtitan evaluate --tasks does it, and validation.generated shows some"
 ALWAYS_SKIPPED = "no service is asked; metrics.trackers names trackers"
 
 MODEL: dict[str, Setting] = {
@@ -127,6 +132,9 @@ MODEL: dict[str, Setting] = {
     **same("lisa_n_layers lisa_step_interval lisa_layers_attribute", _refusal("any", "LISA is not supported")),
     "qat": _refusal("table", "training for a quantized model is not supported"),
     "reward_model": _refusal("bool", REWARDS),
+    **same("fp8 fp8_enable_fsdp_float8_all_gather", _refusal("bool", "set training.float8 in the job")),
+    "freeze_mm_modules": _note("bool", "models here have no part for images and sound"),
+    "cls_model_config": FAMILY,
     "torch_compile": Setting("bool", to="compile.enable"),
     "torch_compile_backend": Setting("text", to="compile.backend"),
 }
@@ -157,6 +165,7 @@ DATA: dict[str, Setting] = {
     "remove_unused_columns": _note("bool", "only the fields of a record's format are read"),
     "sequence_len": Setting("int", to="training.seq_len data.max_tokens", least=2),
     "excess_length_strategy": Setting("word", "drop", "data.too_long", EXCESS),
+    "min_sample_len": Setting("int", 2, reason="short records are kept: take them out of the data"),
     "sample_packing_group_size": Setting("int", to="data.packing_window"),
     "sample_packing_bin_size": _note("int", "a sample takes as many records as it has room for"),
     "eval_sample_packing": _note("bool", "the validation loss is the same packed or not"),
@@ -188,12 +197,15 @@ ADAPTER: dict[str, Setting] = {
     "peft_use_rslora": Setting("bool", to="adapter.rslora"),
     "loraplus_lr_ratio": Setting("float", to="adapter.lr_ratio_b"),
     **same("relora_steps relora_warmup_steps", Setting("int")),
+    **same("relora relora_prune_ratio relora_prune_method", _refusal("any", RESTARTS)),
+    **same("jagged_restart_steps jagged_restart_warmup_steps", _refusal("any", RESTARTS)),
+    "jagged_restart_anneal_steps": _refusal("any", RESTARTS),
     "relora_cpu_offload": _note("bool", "matrices are merged on their device"),
     "bnb_config_kwargs": Setting("table"),
     "quantize_moe_experts": _note(
         "bool", "not the same: weights of experts keep their exact values here, which takes more memory"
     ),
-    "lora_target_parameters": _refusal("list", "stacks of experts have no adapters: leave it out"),
+    "lora_target_parameters": _refusal("list", SHARED_A),
     "gptq": _refusal("bool", "its library is no longer maintained; use adapter: qlora"),
     "gptq_disable_exllama": _note("bool", "GPTQ is not supported"),
 }
@@ -242,6 +254,7 @@ OUTPUT: dict[str, Setting] = {
     "loss_watchdog_threshold": Setting("float", to="guard.loss_threshold"),
     "loss_watchdog_patience": Setting("int", to="guard.loss_patience"),
     "eval_table_max_new_tokens": Setting("int"),
+    **same("do_causal_lm_eval eval_causal_lm_metrics eval_max_new_tokens", _refusal("any", SCORES)),
     "do_bench_eval": _refusal("bool", NO_CHOICES),
     "bench_dataset": _refusal("text", NO_CHOICES),
     "output_dir": Setting("text", to="job.dump_folder"),
@@ -297,6 +310,7 @@ PLAN: dict[str, Setting] = {
     "fsdp_config": Setting("table"),
     "fsdp_version": _note("int", "FSDP2 (fully_shard) is used, Axolotl's version 2"),
     "deepspeed": Setting("text"),
+    "accelerator_config": _refusal("table", "write the plan and the batch into the job"),
     "zero_optimization": _refusal("any", "a key of a DeepSpeed file; name that file by deepspeed"),
     "strict": _note("bool", "unknown options are always refused"),
     "debug": _note("bool", "torchtitan preview shows the samples"),
