@@ -462,7 +462,7 @@ def test_refused_conversions(tmp_path, capsys):
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad/config.json").write_text('{"model_type": "flux"}')
     (tmp_path / "bad/model.safetensors").write_bytes(b"x" * 20)
-    model_types = ", ".join(sorted({name for config in CONFIG_CONVERTERS.values() for name in config.allowed_types}))
+    model_types = ", ".join(sorted({name for config in CONFIG_CONVERTERS.values() for name in config.model_types}))
     assert f"model_type = 'flux'; allowed: {model_types}\n" in errors_of_convert(
         capsys, tmp_path / "bad", tmp_path / "out"
     )

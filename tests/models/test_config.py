@@ -78,11 +78,6 @@ def faults_of_config(tmp_path, config, family="llama3"):
 LLAMA3 = MODELS["llama3"].hf.config_to_hf(LLAMA["llama3"])
 
 
-def test_a_model_type_that_is_always_refused_is_not_proposed(tmp_path):
-    faults = faults_of_config(tmp_path, LLAMA3 | {"model_type": "gemma3"})
-    assert "but this model is a llama" in faults and "model.name =" not in faults
-
-
 @pytest.mark.parametrize(
     "change, expected",
     [
@@ -92,6 +87,7 @@ def test_a_model_type_that_is_always_refused_is_not_proposed(tmp_path):
         ),
         ({"rope_scaling": {"rope_type": "dynamic", "factor": 2.0}}, "rotary scaling"),
         ({"model_type": "qwen3_moe"}, 'but this model is a llama; set model.name = "qwen3_moe"'),
+        ({"model_type": "gemma3", "text_config": {}}, 'but this model is a llama; set model.name = "gemma3"'),
         ({"model_type": "flux"}, "but this model is a llama; families are llama3, llama2"),
         ({"quantization_config": {"quant_method": "gptq"}}, "Convert the weights to bfloat16 first"),
         (

@@ -2,18 +2,16 @@
 
 import dataclasses
 import json
-import re
 from contextlib import nullcontext
 
 import pytest
 import torch
-from transformers import Gemma3Config, Gemma3ForCausalLM, Gemma3ForConditionalGeneration, Gemma3TextConfig
+from transformers import Gemma3ForCausalLM, Gemma3TextConfig
 from transformers.models.gemma3 import modeling_gemma3
 
 from tests.support.hf_parity import (
     build,
     check_names_convert_both_ways,
-    close,
     compare,
     configs,
     exact,
@@ -22,7 +20,6 @@ from tests.support.hf_parity import (
     tokens_for,
     twin,
 )
-from tests.support.jobs import ROOT
 from tests.support.tiny_decoders import GEMMA3 as SHAPES
 from torchtitan.core.errors import JobError
 from torchtitan.core.random_draws import Constant, Normal
@@ -169,28 +166,6 @@ def test_a_saved_folder_loads_here_and_in_transformers(shape, shard_bytes, tmp_p
     save_and_load(Gemma3, SHAPES[shape], HF, Gemma3ForCausalLM, tmp_path, shard_bytes)
 
 
-@torch.no_grad()
-def test_the_text_part_of_a_model_of_images_can_be_saved_as_documented(tmp_path, monkeypatch):
-    vision = dict(hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2)
-    vision |= dict(image_size=28, patch_size=14)
-    text = Gemma3TextConfig(**HF.config_to_hf(PLAIN))
-    config = Gemma3Config(text_config=text, vision_config=vision, mm_tokens_per_image=4, image_token_index=63)
-    monkeypatch.chdir(tmp_path)
-    Gemma3ForConditionalGeneration(config).bfloat16().save_pretrained("gemma-3-4b-pt")
-    with pytest.raises(JobError, match="gemma3', a model of images and text; allowed: 'gemma3_text'"):
-        HF.config.args_from_folder("gemma-3-4b-pt")
-    (example,) = re.findall(
-        r"```python\n(import torch\n.*?Gemma3.*?)```", (ROOT / "docs/finetuning.md").read_text(), re.DOTALL
-    )
-    exec(example, {})
-    args = HF.config.args_from_folder("gemma-3-4b-text")
-    model = build(Gemma3, args)
-    HF.load_hf("gemma-3-4b-text", model, args)
-    tokens = tokens_for(args) % 63
-    hf_model = Gemma3ForConditionalGeneration.from_pretrained("gemma-3-4b-pt", dtype=torch.float32).eval()
-    assert close(model(tokens), hf_model(tokens).logits, 4e-6)
-
-
 LOCAL, GLOBAL = "sliding_attention", "full_attention"
 
 
@@ -198,7 +173,6 @@ LOCAL, GLOBAL = "sliding_attention", "full_attention"
     "change, message",
     [
         ({"model_type": "gemma2"}, "model_type = 'gemma2', but this model is a gemma3_text"),
-        ({"model_type": "gemma3"}, "a model of images and text; allowed: 'gemma3_text', as only the text models"),
         ({"intermediate_size": None}, "no whole number above 0 for intermediate_size"),
         ({"hidden_activation": "silu"}, "hidden_activation = 'silu', but this model only has 'gelu_pytorch_tanh'"),
         ({"attention_bias": True}, "attention_bias = True"),

@@ -7,6 +7,7 @@ from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
     DeepseekV3Config,
+    Gemma3Config,
     Gemma3TextConfig,
     GPT2Config,
     LlamaConfig,
@@ -137,3 +138,14 @@ def test_a_model_that_is_not_here_has_names_but_no_regexes(tmp_path):
         (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
         with pytest.raises(TargetError, match=f"its config.json in {folder}; download the model"):
             translate_targets("model.*q_proj", False, "llama3", folder)
+
+
+def test_a_regex_is_tried_on_the_names_of_a_model_that_reads_images(tmp_path):
+    """Such a regex is in Axolotl's examples; without its beginning it would choose layers of images too."""
+    text = Gemma3TextConfig(num_hidden_layers=2, head_dim=8, **SIZES)
+    Gemma3Config(text_config=text).save_pretrained(tmp_path)
+    regex = r"model.language_model.layers.[\d]+.(mlp|cross_attn|self_attn).(up|q)_proj"
+    targets = translate_targets(regex, False, "gemma3", str(tmp_path))
+    args = CONFIG_CONVERTERS["gemma3"].args_from_folder(tmp_path)
+    chosen = target_linears(linears(args), Options(kind="lora", target=targets.patterns))
+    assert set(chosen) == {f"layers.{layer}.{name}" for layer in (0, 1) for name in ("attention.wq", "feed_forward.w3")}

@@ -10,11 +10,12 @@ from pathlib import Path
 
 import torch
 import transformers
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM, AutoModelForMultimodalLM
 
 from tests.support.hf_parity import build, close
 from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
+from torchtitan.models.hf.wrappers import PART_KEYS, PLAIN_TYPES, TEXT, WRAPPERS
 from torchtitan.models.spec import MODELS, HuggingFace
 
 TOLERANCE = 1e-4
@@ -157,17 +158,24 @@ def other_values(value: object) -> list:
 
 
 def mutate(config: dict, draws: random.Random) -> tuple[dict, str]:
-    """Return a changed copy of a config, and the change in words."""
+    """Return a changed copy of a config, or of the text_config in it, and the change in words.
+
+    The configs of other parts stay: an absent one would be that of a large part.
+    """
+    if TEXT in config and draws.random() < 0.7:
+        text, words = mutate(config[TEXT], draws)
+        return config | {TEXT: text}, f"{TEXT}: {words}"
     config, words = copy.deepcopy(config), []
     for _ in range(draws.choice((1, 1, 1, 2, 2, 3))):
         kind = draws.random()
+        keys = sorted(config.keys() - PART_KEYS - {TEXT})
         if kind < 0.2:
-            key = draws.choice(sorted(config))
+            key = draws.choice(keys)
             del config[key]
             words.append(f"without {key}")
             continue
         if kind < 0.45:
-            key = draws.choice(sorted(config))
+            key = draws.choice(keys)
             value = draws.choice(other_values(config[key]))
         else:
             key = draws.choice(list(ADDED))
@@ -179,8 +187,14 @@ def mutate(config: dict, draws: random.Random) -> tuple[dict, str]:
 
 def tokens_of(config: dict) -> torch.Tensor:
     """Return tokens [2, LENGTH] with ids that no table has as its padding."""
-    rows = config.get("vocab_size", 64)
+    rows = config.get(TEXT, config).get("vocab_size", 64)
     return torch.randint(4, rows, (2, LENGTH), generator=torch.Generator().manual_seed(0))
+
+
+def family_of(model_type: str) -> str:
+    """Return the family that reads folders of a model_type, or their text part."""
+    text_type = WRAPPERS[model_type].text_type if model_type in WRAPPERS else model_type
+    return family_for_model_type(PLAIN_TYPES.get(text_type, text_type))
 
 
 class ReferenceFailure(Exception):
@@ -190,6 +204,7 @@ class ReferenceFailure(Exception):
 @torch.no_grad()
 def reference_logits(folder: Path, model_type: str, tokens: torch.Tensor) -> torch.Tensor:
     kind = AutoModelForMaskedLM if model_type == "roberta" else AutoModelForCausalLM
+    kind = AutoModelForMultimodalLM if model_type in WRAPPERS else kind
     try:
         config = AutoConfig.from_pretrained(folder)
         if "moe" in model_type or model_type in ("mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3"):
@@ -199,7 +214,7 @@ def reference_logits(folder: Path, model_type: str, tokens: torch.Tensor) -> tor
         )
         if report["missing_keys"] or report["mismatched_keys"]:
             raise ReferenceFailure(str(report))
-        return model.eval()(tokens, use_cache=False).logits
+        return model.eval()(input_ids=tokens, use_cache=False).logits
     except ReferenceFailure:
         raise
     except Exception as error:
@@ -209,8 +224,7 @@ def reference_logits(folder: Path, model_type: str, tokens: torch.Tensor) -> tor
 @torch.no_grad()
 def our_logits(folder: Path, model_type: str, tokens: torch.Tensor) -> torch.Tensor:
     """Return the logits of the model that this project reads from a folder. Raises JobError."""
-    family = family_for_model_type(model_type)
-    hf = MODELS[family].hf
+    hf = MODELS[family_of(model_type)].hf
     args = hf.config.args_from_folder(folder)
     model = hf.build(args)
     hf.load_hf(folder, model, args)
@@ -254,13 +268,12 @@ def try_mutations(home: Path, weights: Path, config: dict, count: int, seed: int
 
 
 def without_harmless_keys(folder: Path, model_type: str) -> Path:
-    harmless = CONFIG_CONVERTERS[family_for_model_type(model_type)].keys.harmless | {
-        "attention_dropout",
-        "router_aux_loss_coef",
-    }
+    harmless = CONFIG_CONVERTERS[family_of(model_type)].keys.harmless | {"attention_dropout", "router_aux_loss_coef"}
     config = json.loads((folder / "config.json").read_text())
     kept = {key: config[key] for key in config if key not in harmless}
-    if model_type != "roberta":  # the default of an absent pad may be beyond the tiny vocabulary
+    if TEXT in kept:
+        kept[TEXT] = {key: value for key, value in kept[TEXT].items() if key not in harmless} | {"pad_token_id": None}
+    elif model_type != "roberta":  # the default of an absent pad may be beyond the tiny vocabulary
         kept["pad_token_id"] = None
     (folder / "config.json").write_text(json.dumps(kept))
     return folder

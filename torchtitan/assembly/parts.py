@@ -27,8 +27,10 @@ from torchtitan.losses.objective import Objective
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
 from torchtitan.models.attention import activate_flash_attention, use_shifted_groups
 from torchtitan.models.dropout import add_embedding_noise
+from torchtitan.models.hf.config import find_text_config
 from torchtitan.models.hf.names import TensorMap
 from torchtitan.models.hf.save import build_extra_files, read_source
+from torchtitan.models.hf.wrappers import memory_prefix
 from torchtitan.models.layers import use_float8
 from torchtitan.models.spec import MODELS, ModelSpec
 from torchtitan.optimizers.build import Optimizers, build_optimizers
@@ -88,15 +90,21 @@ def trained_heads(model: JobModel, adapter: Adapter | None) -> Heads:
     return NO_HEADS if model_heads.names & frozen else model_heads
 
 
+def peft_map(model: JobModel) -> TensorMap:
+    """Return the names of an adapter in peft's format: those that its base model has in transformers."""
+    path = model.initial_load_path
+    return tensor_map(model).within(memory_prefix(find_text_config(Path(path)) if path else None))
+
+
 def peft_tensors(model: JobModel, installed: Adapter) -> dict[str, torch.Tensor]:
     """Read the full tensors of adapter.initial_path by their names in this project."""
     path = model.adapter.initial_path
     assert path is not None  # the caller has checked
-    return installed.read_folder(Path(path), tensor_map(model))
+    return installed.read_folder(Path(path), peft_map(model))
 
 
 def save_peft(model: JobModel, folder: Path, installed: Adapter, tensors: dict[str, torch.Tensor]) -> None:
-    installed.write_folder(folder, tensor_map(model), tensors, model.initial_load_path or "")
+    installed.write_folder(folder, peft_map(model), tensors, model.initial_load_path or "")
 
 
 class ModelBuilder:

@@ -36,7 +36,7 @@ from torchtitan.job.model import JobModel
 from torchtitan.launcher.forks import first_rank, fork_ranks
 from torchtitan.launcher.processes import Processes
 from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
-from torchtitan.models.hf.config import CONFIG, GENERATION, SAMPLING, find_config, sampling_options
+from torchtitan.models.hf.config import CONFIG, GENERATION, SAMPLING, find_text_config, sampling_options
 from torchtitan.models.kv_cache import reader_for, store_for_single_rows
 from torchtitan.process.children import python_command
 from torchtitan.process.distributed import device_type
@@ -171,7 +171,7 @@ def find_decoder(options: argparse.Namespace, job_args: list[str]) -> tuple[Reso
     job, place = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
     require_causal_decoder(job.model)
     given_names = {argument.partition("=")[0] for argument in job_args}
-    hf_config = find_config(place) or {}
+    hf_config = find_text_config(place) or {}
     is_stored_in_bfloat16 = "bfloat16" in (hf_config.get("dtype"), hf_config.get("torch_dtype"))
     if is_stored_in_bfloat16 and options.config is None and not given_names & {"--job.config_file", "--training.dtype"}:
         job = job.with_options({"training.dtype": "bfloat16"})
@@ -291,7 +291,7 @@ def find_job(path: Path, arguments: list[str], with_tokenizer: bool = True) -> R
     if not any(argument.startswith(ALL_OF_IT) for argument in arguments):
         homes = (home, home.parent, home.parent.parent)
         jobs = [folder / JOB for folder in homes if (folder / JOB).is_file()]
-        hf_config = find_config(path)
+        hf_config = find_text_config(path)
         is_recorded = bool(jobs) and hf_config is None
         if hf_config is not None:
             given_names = {argument.partition("=")[0] for argument in arguments}
@@ -326,7 +326,7 @@ def _hf_arguments(path: Path, home: Path, model_type: object, ignored_keys: list
     """Return the options for a Hugging Face folder or file, with the model's context up to LONGEST_CONTEXT."""
     family = family_for_model_type(model_type)
     if family is None:
-        known_types = sorted({name for config in CONFIG_CONVERTERS.values() for name in config.allowed_types})
+        known_types = sorted({name for config in CONFIG_CONVERTERS.values() for name in config.model_types})
         raise JobError(f"{path}: model_type = {model_type!r}; allowed: {', '.join(known_types)}")
     length = CONFIG_CONVERTERS[family].ignoring(ignored_keys).args_from_folder(path).max_seq_len
     arguments = [f"--model.name={family}", "--model.flavor=from_hf", f"--model.hf_folder={path}"]

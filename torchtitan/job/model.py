@@ -16,6 +16,7 @@ from torchtitan.losses.tasks import TaskSpec, task_of
 from torchtitan.models import CONFIG_CONVERTERS, FROM_HF, SIZES, converter_of, family_for_model_type, resolve_sizes
 from torchtitan.models.family import ConfigConverter
 from torchtitan.models.hf.config import CONFIG, end_token_ids, read_json
+from torchtitan.models.hf.wrappers import text_part
 
 if TYPE_CHECKING:
     from torchtitan.datasets.samples import Labels
@@ -46,14 +47,12 @@ class JobModel:
     def _other_family(self) -> str:
         """Return a remedy if the folder holds a model of another family, else ""."""
         try:
-            model_type = read_json(Path(str(self.model.hf_folder), CONFIG)).get("model_type")
+            model_type = text_part(read_json(Path(str(self.model.hf_folder), CONFIG))).get("model_type")
         except JobError:
             return ""
         if model_type in CONFIG_CONVERTERS[self.model.name].model_types:
             return ""
         family = family_for_model_type(model_type)
-        if family and model_type not in CONFIG_CONVERTERS[family].allowed_types:
-            return ""
         return f'; set model.name = "{family}"' if family else f"; families are {', '.join(SIZES)}"
 
     @cached_property

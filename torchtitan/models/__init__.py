@@ -21,6 +21,7 @@ from torchtitan.models.gpt2 import FAMILY as GPT2
 from torchtitan.models.gpt_oss import FAMILY as GPT_OSS
 from torchtitan.models.granite import FAMILY as GRANITE
 from torchtitan.models.hf.config import CONFIG, read_json
+from torchtitan.models.hf.wrappers import text_part
 from torchtitan.models.llama import LLAMAS
 from torchtitan.models.mistral import FAMILY as MISTRAL
 from torchtitan.models.mixtral import FAMILY as MIXTRAL
@@ -126,4 +127,4 @@ def family_in(folder: Path) -> str | None:
 
     Raises JobError if the file cannot be read.
     """
-    return family_for_model_type(read_json(folder / CONFIG).get("model_type"))
+    return family_for_model_type(text_part(read_json(folder / CONFIG)).get("model_type"))

@@ -15,13 +15,14 @@ from torchtitan.models.hf.config import (
     StoredTensor,
     check_ranges,
     check_types,
-    find_config,
+    find_text_config,
     fp8_block_size,
     is_mxfp4,
     read_json,
     read_number,
     tensor_files,
 )
+from torchtitan.models.hf.wrappers import OUTSIDE, check_outside, text_tensors
 
 logger = logging.getLogger(__name__)
 
@@ -43,7 +44,6 @@ class ConfigConverter:
     model_types: tuple[str, ...]  # of config.json
     to_hf: Callable[..., dict[str, Any]]  # (args, dtype); JobError for features that transformers lacks
     from_hf: Callable[[Mapping[str, Any]], Any]  # the inverse, of one of the model types; JobError likewise
-    refused_types: tuple[str, ...] = ()  # among the model types; `from_hf` says why they are not supported
     compared: tuple[str, ...] = ()
     not_compared: tuple[str, ...] = NOT_IN_FORWARD
     keys: DeclaredKeys  # of config.json, see hf/config_keys.py
@@ -56,18 +56,13 @@ class ConfigConverter:
     embedding and the head."""
     fit_to_tensors: Callable[[Any, Mapping[str, str]], Any] = lambda args, names: args
 
-    @property
-    def allowed_types(self) -> tuple[str, ...]:
-        return tuple(name for name in self.model_types if name not in self.refused_types)
-
     def args_from_config(self, config: Mapping[str, Any]) -> Any:
         """Return the arguments of a config of transformers 4 or 5. Raises JobError for unsupported features."""
         model_type = config.get("model_type")
         if model_type not in self.model_types:
-            expected = ("one of " if len(self.allowed_types) > 1 else "a ") + ", ".join(self.allowed_types)
+            expected = ("one of " if len(self.model_types) > 1 else "a ") + ", ".join(self.model_types)
             raise JobError(f"model_type = {model_type!r}, but this model is {expected}")
-        if model_type not in self.refused_types:
-            config = self._known_part(config)
+        config = self._known_part(config)
         fp8_block_size(config)
         if is_mxfp4(config) and not self.reads_mxfp4:
             raise JobError(
@@ -97,14 +92,12 @@ class ConfigConverter:
                 f"model.ignore_config_keys has {', '.join(used)}, which this model uses; allowed: keys that it does "
                 f"not know; correct the value in {CONFIG}, or leave the key out there"
             )
-        remaining = {key: value for key, value in config.items() if key not in self.ignored_keys}
+        remedy = "if it has no effect on this model, set model.ignore_config_keys = [{}]"
+        if OUTSIDE in config:
+            check_outside(config, self.ignored_keys, remedy)
+        remaining = {key: value for key, value in config.items() if key not in {*self.ignored_keys, OUTSIDE}}
         read = {key: value for key, value in remaining.items() if key not in self.aliases}
-        self.keys.check(
-            read,
-            "it",
-            "if it has no effect on this model, set model.ignore_config_keys = "
-            f"[{', '.join(json.dumps(key) for key in self.keys.unknown(read))}]",
-        )
+        self.keys.check(read, "it", remedy.format(", ".join(json.dumps(key) for key in self.keys.unknown(read))))
         for alias, key in self.aliases.items():
             if alias in remaining:
                 read[key] = agreed_value(key, {key: read.get(key), alias: remaining[alias]}, "remove the wrong one")
@@ -127,7 +120,10 @@ class ConfigConverter:
         A head that the config ties to the embedding, but which differs from it in the file, is one of its own, as
         transformers reads it. Raises JobError if the family has no such head, or for another number of tokens.
         """
-        names = tensor_files(path)
+        files, config = tensor_files(path), find_text_config(path)
+        names = text_tensors(config, files)
+        if config is not None and OUTSIDE in config:
+            _describe_text_part(path, config, len(files) - len(names))
         if not names:
             return args
         home = path.parent if path.is_file() else path
@@ -135,7 +131,7 @@ class ConfigConverter:
             source_name = next((name for name in names if f".{name}".endswith(f".{source}")), None)
             if source_name is None:
                 continue
-            stored = StoredTensor.find(home / names[source_name], source_name)
+            stored = StoredTensor.find(home / files[names[source_name]], names[source_name])
             if stored and stored.shape and not source.endswith("bias") and stored.shape[0] != args.vocab_size:
                 raise JobError(
                     f"vocab_size = {args.vocab_size}, but {source_name} has {stored.shape[0]} rows; set vocab_size to "
@@ -143,7 +139,7 @@ class ConfigConverter:
                 )
             if not args.tied_embeddings or copy not in names or stored is None:
                 continue
-            other = StoredTensor.find(home / names[copy], copy)
+            other = StoredTensor.find(home / files[names[copy]], names[copy])
             if other is not None and not _are_equal(stored, other):
                 args = self._untied(args, home, source_name, copy)
         return self.fit_to_tensors(args, names)
@@ -173,7 +169,7 @@ class ConfigConverter:
         so they must not count as differences.
         """
         changed_names = [name for name in ROPE_FIELDS if name in overrides]
-        if not changed_names or find_config(Path(path)) is None:
+        if not changed_names or find_text_config(Path(path)) is None:
             return args
         stored = self.args_from_folder(path)
         return replace(args, **{name: getattr(stored, name) for name in changed_names})
@@ -185,7 +181,7 @@ class ConfigConverter:
 
     def _read(self, folder: Path) -> Any:
         try:
-            config = find_config(folder)
+            config = find_text_config(folder)
             return self.args_from_config(read_json(folder / CONFIG) if config is None else config)
         except (TypeError, ValueError, OverflowError) as error:
             raise JobError(f"{folder / CONFIG}: {error}") from error
@@ -194,6 +190,13 @@ class ConfigConverter:
 @cache
 def _are_equal(first: StoredTensor, second: StoredTensor) -> bool:
     return first.equals(second)
+
+
+def _describe_text_part(path: Path, config: Mapping[str, Any], unread: int) -> None:
+    """Tell the user once that a folder's text part is the model."""
+    tensors = f"; {unread:,} tensors of its other parts are not read" if unread else ""
+    kinds = f"a {config[OUTSIDE]['model_type']} model, of which the text part ({config['model_type']}) is read"
+    _warn_once(f"{path}: {kinds}, trained and saved as a text model{tensors}")
 
 
 @cache

@@ -101,11 +101,6 @@ def _to_hf(args: Gemma3Args, dtype: Any = "float32") -> dict[str, Any]:
 
 
 def _from_hf(config: Mapping[str, Any]) -> Gemma3Args:
-    if config["model_type"] == "gemma3":
-        raise JobError(
-            "model_type = 'gemma3', a model of images and text; allowed: 'gemma3_text', as only the text models are "
-            "supported; docs/finetuning.md shows how to save its text part as one"
-        )
     only: dict[str, Any] = {
         "hidden_activation": "gelu_pytorch_tanh",
         "attention_bias": False,
@@ -155,8 +150,7 @@ USED = ("head_dim", "hidden_activation", "layer_types", "query_pre_attn_scalar",
 USED += ("sliding_window", "sliding_window_pattern", "_sliding_window_pattern", "use_bidirectional_attention")
 USED += ("attn_logit_softcapping", "final_logit_softcapping")
 CONFIG = ConfigConverter(
-    model_types=("gemma3_text", "gemma3"),
-    refused_types=("gemma3",),
+    model_types=("gemma3_text",),
     to_hf=_to_hf,
     from_hf=_from_hf,
     keys=config_keys(DECODER_KEYS - {"hidden_act"} | {*USED}, defaults={"hidden_act": "gelu_pytorch_tanh"}),

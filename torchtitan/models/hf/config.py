@@ -19,6 +19,7 @@ from pydantic import ConfigDict, TypeAdapter, ValidationError
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import DeclaredKeys, FileError, agreed_value, open_file, read_file
 from torchtitan.models.hf.config_keys import GENERATION_KEYS
+from torchtitan.models.hf.wrappers import text_part
 from torchtitan.models.sizes import RopeScaling
 
 GENERATION = "generation_config.json"
@@ -142,6 +143,12 @@ def find_config(path: Path) -> dict[str, Any] | None:
     return read_json(folder / CONFIG) if os.path.exists(folder / CONFIG) else None
 
 
+def find_text_config(path: Path) -> dict[str, Any] | None:
+    """Return `find_config` as the config of a text model (`text_part`). Raises JobError."""
+    config = find_config(path)
+    return None if config is None else text_part(config)
+
+
 def end_token_ids(folder: Path, ignored_keys: Collection[str] = ()) -> frozenset[int]:
     """Return the tokens that end a text of the model in a folder, as transformers finds them.
 
@@ -149,9 +156,9 @@ def end_token_ids(folder: Path, ignored_keys: Collection[str] = ()) -> frozenset
     Raises JobError for another value and, unless it is ignored, for an unknown key of generation_config.json.
     """
     name = GENERATION if os.path.exists(folder / GENERATION) else CONFIG
-    if not os.path.exists(folder / name):
+    content = find_text_config(folder) if name == CONFIG else read_json(folder / name)
+    if content is None:
         return frozenset()
-    content = read_json(folder / name)
     if name == GENERATION:
         judged = {key: value for key, value in content.items() if key not in ignored_keys}
         keys = ", ".join(json.dumps(key) for key in GENERATION_KEYS.unknown(judged))

@@ -13,6 +13,7 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ from torchtitan.models.hf.config import (
     SINGLE,
     BlockSize,
     StoredTensor,
+    find_text_config,
     fp8_block_size,
     is_mxfp4,
     read_json,
@@ -37,6 +39,7 @@ from torchtitan.models.hf.config import (
 from torchtitan.models.hf.config_keys import INDEX_KEYS
 from torchtitan.models.hf.mxfp4 import BLOCK, STORED_TYPE, PackedExperts, packed_shapes
 from torchtitan.models.hf.names import TensorMap
+from torchtitan.models.hf.wrappers import text_tensors
 
 FP8 = "F8_E4M3"
 
@@ -112,7 +115,9 @@ class StoredWeights:
 
     def __enter__(self) -> "StoredWeights":
         folder = self.path.parent if self.path.is_file() else self.path
-        files, (block, may_be_packed) = tensor_files(self.path), _quantization(folder)
+        stored_files, (block, may_be_packed) = tensor_files(self.path), _quantization(folder)
+        stored_names = text_tensors(find_text_config(self.path), stored_files)
+        files = {hf_name: stored_files[stored_name] for hf_name, stored_name in stored_names.items()}
         prefix = self.tensor_map.optional_prefix
         if prefix and not any(hf_name.startswith(prefix) for hf_name in files):
             without_prefix = {
@@ -134,14 +139,15 @@ class StoredWeights:
         faults = [f"{hf_name} is missing" for hf_name in hf_names if hf_name not in files]
         expected = {*hf_names, *scales}
         faults += [
-            f"{hf_name} is not part of the model"
+            f"{stored_names[hf_name]} is not part of the model"
             for hf_name in files
             if hf_name not in expected and not self.is_ignored(hf_name)
         ]
         raise_mismatches(self.path, faults)
-        self._refuse_another_head(files)
+        self._refuse_another_head(files, stored_names)
         try:
-            self.shards = Shards(folder, {hf_name: files[hf_name] for hf_name in expected}, block, self.stack)
+            expected_files = {hf_name: files[hf_name] for hf_name in expected}
+            self.shards = Shards(folder, expected_files, block, self.stack, stored_names)
             for name, hf_names_of_one in self.hf_names_by_name.items():
                 shape = self.tensor_map.hf_shape(name, self.shapes[name])
                 for hf_name in hf_names_of_one:
@@ -158,14 +164,14 @@ class StoredWeights:
         packed = [*packed_shapes(hf_name, (0, 0, 0))]
         return packed if hf_name not in files and not files.keys().isdisjoint(packed) else [hf_name]
 
-    def _refuse_another_head(self, files: Mapping[str, str]) -> None:
+    def _refuse_another_head(self, files: Mapping[str, str], stored_names: Mapping[str, str]) -> None:
         """Raise JobError if the model ties its head to the embedding, but the file has another one."""
         head = self.tensor_map.outer_names.get("output.weight")
         if not self.tensor_map.tied or head not in files:
             return
         folder = self.path.parent if self.path.is_file() else self.path
         (embedding,) = self.hf_names_by_name["tok_embeddings.weight"]
-        source, copy = (StoredTensor.find(folder / files[name], name) for name in (embedding, head))
+        source, copy = (StoredTensor.find(folder / files[name], stored_names[name]) for name in (embedding, head))
         if source is not None and copy is not None and not source.equals(copy):
             raise JobError(
                 f"{self.path}: {head} differs from {embedding}, but the job's model ties them, so it would be lost; "
@@ -260,10 +266,20 @@ MAPPED_BYTES = 2**28
 
 
 class Shards:
-    """Tensors of a folder by their stored names, in files that are open at most as long as `stack`."""
+    """Tensors of a folder, in files that are open at most as long as `stack`.
 
-    def __init__(self, folder: Path, files: Mapping[str, str], block: BlockSize | None, stack: ExitStack):
-        self.folder, self.files, self.block = folder, files, block
+    `files`: name -> file. `stored_names`: names under which the files have them, if these are other ones.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        files: Mapping[str, str],
+        block: BlockSize | None,
+        stack: ExitStack,
+        stored_names: Mapping[str, str] = MappingProxyType({}),
+    ):
+        self.folder, self.files, self.block, self.stored_names = folder, files, block, stored_names
         self.stack = stack.enter_context(ExitStack())
         self.open_files: dict[str, Any] = {}
         self.mapped_bytes = 0
@@ -302,8 +318,8 @@ class Shards:
         if name not in self.files:
             return self._packed_mismatches(name, shape)
         readable = ", ".join(sorted(READABLE_DTYPES))
-        if name not in self.names_in_file[self.files[name]]:
-            return [f"{name} is not in {self.files[name]}, where the index says it is"]
+        if (stored_name := self.stored_names.get(name, name)) not in self.names_in_file[self.files[name]]:
+            return [f"{stored_name} is not in {self.files[name]}, where the index says it is"]
         stored, scales = self._slice(name), scales_name(name)
         dtype = stored.get_dtype()
         if tuple(stored.get_shape()) != shape:
@@ -339,12 +355,12 @@ class Shards:
     def read(self, name: str) -> torch.Tensor:
         """Return a full tensor of the stored shape and dtype. Raises JobError if its file cannot be read."""
         with translated_errors(self.folder / self.files[name]):
-            tensor = self._open(self.files[name]).get_tensor(name)
+            tensor = self._open(self.files[name]).get_tensor(self.stored_names.get(name, name))
         self.count_bytes(tensor.nbytes)
         return tensor
 
     def _slice(self, name: str) -> Any:
-        return self._open(self.files[name]).get_slice(name)
+        return self._open(self.files[name]).get_slice(self.stored_names.get(name, name))
 
 
 def tensor_files(path: Path) -> dict[str, str]:

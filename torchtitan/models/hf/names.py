@@ -7,7 +7,7 @@ torchtitan_names.py.
 """
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -115,6 +115,15 @@ class TensorMap:
         _, layer, part = name.split(".", 2)
         hf_name = f"{self.layers}{layer}.{self.layer_names[part]}"
         return [hf_name.replace("*", str(expert)) for expert in range(self.n_experts)] if "*" in hf_name else [hf_name]
+
+    def within(self, prefix: str) -> "TensorMap":
+        """Return the names in a model that has this one under a prefix, which takes the place of "model."."""
+
+        def moved(name: str) -> str:
+            return prefix + name.removeprefix("model.") if name.startswith("model.") else name
+
+        outer_names = {ours: moved(hf_name) for ours, hf_name in self.outer_names.items()}
+        return replace(self, layers=moved(self.layers), outer_names=outer_names, _ours={})
 
     def joined_names(self, name: str) -> list[str]:
         """Return the names of all tensors that share this one's HF tensor, in order, including this one."""

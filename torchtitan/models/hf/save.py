@@ -30,6 +30,7 @@ from torchtitan.models.family import ConfigConverter
 from torchtitan.models.hf.config import CONFIG, GENERATION, INDEX, UNTRAINED, read_json
 from torchtitan.models.hf.load import summarize
 from torchtitan.models.hf.names import TensorMap, sort_names
+from torchtitan.models.hf.wrappers import OUTSIDE, text_part
 from torchtitan.process import distributed
 
 SHARD_BYTES = 5 * 10**9
@@ -248,8 +249,8 @@ def _write_values(path: Path, header: bytes, tensor_map: TensorMap, values: Iter
         temporary.unlink(missing_ok=True)
 
 
-SOURCE_ONLY_FIELDS = ("quantization_config", "auto_map", "transformers_version", "_name_or_path", "dtype")
-"""Fields that describe the source's files (8 bits, code, author) and do not apply to the written ones."""
+SOURCE_ONLY_FIELDS = ("quantization_config", "auto_map", "transformers_version", "_name_or_path", "dtype", OUTSIDE)
+"""Fields that describe the source's files (8 bits, code, author, other parts) and do not apply to the written ones."""
 ROTARY_FIELDS = ("rope_theta", "rope_scaling", "rope_local_base_freq", "rope_parameters", "partial_rotary_factor")
 """Fields of rotary positions: `ConfigConverter.to_hf` writes some of them, which replace all of the source's."""
 REWRITTEN_FIELDS = ("torch_dtype", "num_nextn_predict_layers", "tie_word_embeddings", *ROTARY_FIELDS)
@@ -276,7 +277,7 @@ def read_source(folder: str | Path, trained: bool = False) -> SourceConfigs:
     """
     folder = Path(folder)
     generation = read_json(folder / GENERATION) if (folder / GENERATION).exists() else {}
-    config = read_json(folder / CONFIG)
+    config = text_part(read_json(folder / CONFIG))
     return SourceConfigs(
         {key: value for key, value in config.items() if not (trained and key == UNTRAINED)}, generation
     )

@@ -10,12 +10,15 @@ and up has one A. That is not supported here, so such names are refused for mode
 
 from collections.abc import Callable, Collection, Sequence
 from fnmatch import fnmatchcase
+from pathlib import Path
 from pkgutil import resolve_name
 from typing import Any, NamedTuple
 
 from torchtitan.adapters.targets import ALL_LINEAR, is_expert_stack, layer_of, with_wildcards
 from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIG_CONVERTERS, SIZES
+from torchtitan.models.hf.config import find_text_config
+from torchtitan.models.hf.wrappers import memory_prefix
 from torchtitan.models.sizes import linears, parameters
 from torchtitan.plugins.importers.regexes import Regex, RegexError
 from torchtitan.plugins.importers.translation import JobDraft
@@ -134,11 +137,13 @@ def _modules_of(family: str, folder: str, is_regex: bool) -> ModelModules:
             remedy = "download the model, so that it can be tried on its names, or write adapter.target into the job"
             raise TargetError(f"a regex for a model with its config.json in {folder}", f"{remedy} ({error})") from None
         args = next(iter(SIZES[family].values()))
-    return model_modules(family, args)
+        return model_modules(family, args)
+    return model_modules(family, args, memory_prefix(find_text_config(Path(folder))))
 
 
-def model_modules(family: str, args: Any) -> ModelModules:
-    form = resolve_name(FAMILIES)[family].hf.tensor_map(args)
+def model_modules(family: str, args: Any, prefix: str = "model.") -> ModelModules:
+    """Return the modules of a model. `prefix`: beginning of its names, where it is part of one that reads images."""
+    form = resolve_name(FAMILIES)[family].hf.tensor_map(args).within(prefix)
     names = list(linears(args))
     our_linears = {name for name in names if not is_expert_stack(name)}
     hf_linears, other_modules, of_experts = dict[str, str](), set[str](), set[str]()

@@ -15,6 +15,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.lr_schedules import TRANSFORMERS
 from torchtitan.models import CONFIG_CONVERTERS, SIZES, family_for_model_type, family_in
 from torchtitan.models.hf.config import CONFIG, read_json
+from torchtitan.models.hf.wrappers import text_part
 from torchtitan.plugins.importers import deepspeed, launchers
 from torchtitan.plugins.importers.axolotl_adapter import AdapterTranslation
 from torchtitan.plugins.importers.axolotl_data import AddedTokens, DataTranslation
@@ -40,6 +41,9 @@ from torchtitan.plugins.importers.translation import (
 MODEL_TYPES = {"distill-qwen": "qwen2", "distill-llama": "llama", "qwen1.5-moe": "qwen2_moe"}
 MODEL_TYPES |= {"qwen2-57b-a14b": "qwen2_moe", "qwen3-30b-a3b": "qwen3_moe", "qwen3-235b-a22b": "qwen3_moe"}
 MODEL_TYPES |= {"qwen3-next": "qwen3_next", "qwen3.5": "qwen3_5_text", "gemma-3n": "gemma3n_text"}
+MODEL_TYPES |= {"-vision": "mllama", "qwen3-vl-30b-a3b": "qwen3_vl_moe", "qwen3-vl-235b-a22b": "qwen3_vl_moe"}
+MODEL_TYPES |= {"llava-v1.6-mistral": "mistral", "llava-1.5": "llama", "pixtral": "mistral", "magistral": "mistral"}
+MODEL_TYPES |= {"smolvlm": "llama", "voxtral": "llama"}
 MODEL_TYPES |= {"phi-4": "phi3", "llama-4": "llama4_text", "glm-4.5": "glm4_moe", "glm-4.6": "glm4_moe"}
 """Parts of the name of a folder that is not on this machine, and the model type that the first of them indicates.
 
@@ -71,7 +75,7 @@ def guess_model_type(folder: str) -> str | None:
     """Return the model type that the name of a folder indicates, which is not on this machine; None without any."""
     if model_type := next((kind for part, kind in MODEL_TYPES.items() if part in folder.lower()), None):
         return model_type
-    model_types = {kind for converter in CONFIG_CONVERTERS.values() for kind in converter.allowed_types}
+    model_types = {kind for converter in CONFIG_CONVERTERS.values() for kind in converter.model_types}
     name = re.sub("[^a-z0-9]", "", folder.lower())
     matches = [kind for kind in model_types if kind.removesuffix("_text").replace("_", "") in name]
     return max(matches, key=lambda kind: (len(kind), kind), default="deepseek_v3" if "deepseekr1" in name else None)
@@ -186,7 +190,7 @@ class _Axolotl:
     def _config(self) -> dict[str, Any]:
         """Return the config.json of base_model; empty if it is not on this machine."""
         path = Path(self.options["base_model"], CONFIG)
-        return read_json(path) if path.is_file() else {}
+        return text_part(read_json(path)) if path.is_file() else {}
 
     def _rope_scaling(self, scaling: dict[str, Any]) -> dict[str, Any]:
         kind = scaling.get("rope_type", scaling.get("type"))

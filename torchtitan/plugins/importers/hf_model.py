@@ -7,6 +7,7 @@ from typing import Any
 from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES, family_for_model_type, family_in
 from torchtitan.models.hf.config import CONFIG, read_json
+from torchtitan.models.hf.wrappers import text_part
 from torchtitan.plugins.importers.axolotl import guess_model_type
 from torchtitan.plugins.importers.translation import BALANCE, ROUTER_LOSS, JobDraft, from_folder, router_loss
 
@@ -21,7 +22,7 @@ UNKNOWN = "bfloat16"
 def config_of(folder: str | None) -> dict[str, Any]:
     """Return the config.json of a folder; empty if it is not on this machine."""
     path = Path(folder or "", CONFIG)
-    return read_json(path) if path.is_file() else {}
+    return text_part(read_json(path)) if path.is_file() else {}
 
 
 def weight_type(folder: str | None) -> str:
