@@ -37,7 +37,7 @@ def user_arguments(tmp_path_factory):
 
 
 def stated_ranks(path: Path) -> int:
-    (number,) = re.findall(r"^# Hardware: (\d+) (?:GPUs?|CPU cores)", path.read_text(), re.MULTILINE)
+    (number,) = re.findall(r"^# Hardware: (\d+) (?:GPUs?|CPU cores?)", path.read_text(), re.MULTILINE)
     return int(number)
 
 
