@@ -182,6 +182,7 @@ WRONG = [
         "given 15; allowed: an even number, as groups are shifted by half a group; write 14",
     ),
     (["--model.name=mistral"], "0 for a model with a sliding window (64); write 0, or model.overrides = {sliding_w"),
+    (["--model.name=gemma2"], "0 for a model with capped attention scores (50.0); write 0, or model.overrides = {scor"),
     (["--model.name=gemma3"], "0 for a model with a sliding window (64); write 0"),
     (["--model.name=gpt2", "--model.overrides={attention_dropout = 0.1}"], "a model with attention_dropout (0.1)"),
     (["--model.name=roberta"], "0 for roberta, which has bidirectional attention; write 0, or train a decoder"),

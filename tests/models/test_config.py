@@ -113,6 +113,11 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         + ("query_pre_attn_scalar",),
         (),
     ),
+    "gemma2": (
+        (*DECODER, "head_dim", "sliding_window", "query_pre_attn_scalar")
+        + ("attn_logit_softcapping", "final_logit_softcapping"),
+        ("attn_logit_softcapping", "final_logit_softcapping"),
+    ),
     "granite": ((*DECODER, "head_dim", "embedding_multiplier", "logits_scaling"), DECODER[:1]),
     "olmo2": ((*DECODER, "head_dim"), DECODER[:1]),
     "olmo3": ((*DECODER[:-1], "head_dim", "sliding_window"), DECODER[:1]),

@@ -43,6 +43,9 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("deepseek", "236B"): 235_741_434_880,
     ("deepseek", "671B"): 671_026_404_352,  # without multi-token prediction and the 14,848 biases
     ("deepseek", "Kimi-K2"): 1_026_408_209_408,  # without the 23,040 biases
+    ("gemma2", "2B"): 2_614_341_888,
+    ("gemma2", "9B"): 9_241_705_984,
+    ("gemma2", "27B"): 27_227_128_320,
     ("gemma3", "270M"): 268_098_176,
     ("gemma3", "1B"): 999_885_952,
     # without the 416,866,032 parameters that read images, and their projection, width x 1152 + 1152

@@ -95,6 +95,18 @@ PUBLISHED = {
     "llama": {"_name_or_path": "x", "pretraining_tp": 1, "rope_scaling": None, "attention_dropout": 0.0}
     | {"max_sequence_length": 2048, "use_cache": True, "transformers_version": "4.31.0", "torch_dtype": "float16"},
     "mistral": {"sliding_window": None, "attention_dropout": 0.0, "architectures": ["MistralForCausalLM"]},
+    "gemma2": {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 5}
+    | {"attention_dropout": 0.0},
+    "glm": {"attention_dropout": 0.0, "use_cache": True, "rope_theta": 10000.0},
+    "glm4": {"attention_dropout": 0.0, "use_cache": True, "transformers_version": "4.52.0.dev0"},
+    "granite": {"attention_dropout": 0.0, "rope_scaling": None, "use_cache": True},
+    "ministral3": {"attention_dropout": 0.0, "use_cache": True, "sliding_window": None},
+    "olmo2": {"attention_dropout": 0.0, "rope_scaling": None, "use_cache": True},
+    "olmo3": {"attention_dropout": 0.0, "use_cache": True},
+    "phi3": {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
+    | {"original_max_position_embeddings": 4096, "rope_scaling": None, "attention_bias": False},
+    "smollm3": {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 28, "pretraining_tp": 2}
+    | {"rope_scaling": None},
     "glm4_moe": {"num_nextn_predict_layers": 1, "rope_scaling": None},
     "qwen2_moe": {
         "max_window_layers": 21,

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from tests.support.hf_parity import build, close
-from tests.support.tiny_decoders import DEEPSEEK, GEMMA3, LLAMA, MISTRAL, QWEN3_MOE
+from tests.support.tiny_decoders import DEEPSEEK, GATED, GEMMA3, LLAMA, MISTRAL, QWEN3_MOE
 from torchtitan.commands.generate import sample
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.models.deepseek.model import Deepseek
+from torchtitan.models.gemma2.model import Gemma2
 from torchtitan.models.gemma3.model import Gemma3
 from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.models.llama.model import Llama
@@ -20,6 +21,7 @@ MODELS = {
     "deepseek, values narrower than keys": (Deepseek, DEEPSEEK["v2 lite"]),
     "deepseek, groups of experts": (Deepseek, DEEPSEEK["v3"]),
     "mistral, a window": (Mistral, MISTRAL["window"]),
+    "gemma2, capped scores": (Gemma2, GATED["gemma2"]),
     "gemma3, windows in some layers": (Gemma3, GEMMA3["plain"]),
     "qwen3_moe": (Qwen3MoE, QWEN3_MOE["published"]),
 }

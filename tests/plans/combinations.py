@@ -588,7 +588,7 @@ def windows_of_some_layers() -> list[Combination]:
     return rows
 
 
-GATED = ("glm", "glm4", "granite", "olmo2", "olmo3", "phi3", "phi4", "smollm3")
+GATED = ("gemma2", "glm", "glm4", "granite", "olmo2", "olmo3", "phi3", "phi4", "smollm3")
 """Families that are a Llama with other options."""
 
 
@@ -596,7 +596,23 @@ def gated_families() -> list[Combination]:
     """Rows of each family that differs from others in its sizes' options alone."""
     layouts = (LAYOUTS["FSDP 2"], LAYOUTS["DDP 2"], *(COMPOSED[name] for name in ("TP 2", "CP 2", "PP 2")))
     rows = [Combination(**layout, model=model, microbatch_size=1) for model in GATED for layout in layouts]
-    return rows + [Combination(**LAYOUTS["FSDP 2"], model=model, recompute="op", adapter="lora") for model in GATED]
+    rows += [Combination(**LAYOUTS["FSDP 2"], model=model, recompute="op", adapter="lora") for model in GATED]
+    return rows + capped()
+
+
+def capped() -> list[Combination]:
+    """Rows with capped attention scores and logits: those of a part of the vocabulary, of the tokens, of the loss."""
+    gemma, exact = dict(model="gemma2"), dict(model="gemma2", microbatch_size=1, document_mask=True)
+    rows = [Combination(ranks=1, **gemma, compile="block", recompute="op")]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **gemma, precision="bfloat16", recompute="full", loss_chunks=2)]
+    rows += [Combination(**COMPOSED["TP 2"], **exact, loss_chunks=2, recompute="op", sequence_parallel=False)]
+    rows += [Combination(**COMPOSED["TP 2"], **gemma, loss_chunks=3, loss_parallel=False)]
+    rows += [Combination(**COMPOSED["TP 2"], **gemma, loss_chunks=2, adapter="lora")]  # of the head too
+    rows += [Combination(**COMPOSED["CP 2"], **exact, method=m) for m in ("allgather", "ulysses")]
+    rows += [Combination(**COMPOSED["CP 2"], **gemma, balance=False, recompute="full", loss_chunks=2)]
+    rows += [Combination(**COMPOSED["PP 2"], **exact, schedule=s, loss_chunks=2) for s in ("1F1B", "ZBVZeroBubble")]
+    rows += [Combination(**COMPOSED["PP 2"], **gemma, schedule="DualPipeV", recompute="full")]
+    return rows + [Combination(**COMPOSED[name], **exact) for name in ("FSDP 2 x TP 2", "PP 2 x TP 2", "CP 2 x TP 2")]
 
 
 def group_attention() -> list[Combination]:

@@ -149,6 +149,16 @@ def test_async_tensor_parallel_on_gpus():
     )
 
 
+def test_capped_scores_leave_no_choice_of_the_kernel():
+    (line,) = lines("--model.name=gemma2", "--model.attention_backend=sdpa")
+    assert line.startswith(
+        'model.attention_backend: given "sdpa"; allowed: "auto" with attention scores capped at 50, which no kernel of '
+        'torch computes; write "auto", or model.overrides = {score_cap = 0}'
+    )
+    uncapped = "--model.overrides={score_cap = 0}"
+    assert lines("--model.name=gemma2", "--model.attention_backend=sdpa", uncapped) == []
+
+
 def test_flex_attention_is_refused_with_ring_and_alltoall():
     flex = [CP + "2", "--model.attention_backend=flex"]
     for method in ("ring", "alltoall"):

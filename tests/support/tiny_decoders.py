@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
+from torchtitan.models.gemma2 import Gemma2Args
 from torchtitan.models.gemma3 import Gemma3Args
 from torchtitan.models.glm4 import Glm4Args
 from torchtitan.models.glm4_moe import Glm4MoEArgs
@@ -206,6 +207,7 @@ _EXPERTS = {
     "qwen2_moe without biases": replace(_QWEN2_MOE, qkv_bias=False, normalize_top_k=True, n_shared_experts=1),
 }
 _GATED = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, vocab_size=64, max_seq_len=128)
+_CAPS = dict(score_cap=0.3, logit_cap=0.5)  # so low that they matter
 YARN_FACTOR = RopeScaling(factor=4.0, original_max_seq_len=16, kind="yarn")
 GATED = {
     "llama3 biased": replace(LLAMA["llama3"], head_width=12, attention_bias=True, mlp_bias=True),
@@ -228,6 +230,15 @@ GATED = {
     "glm4": Glm4Args(**_GATED | dict(n_layers=3), rotary_dim=4),
     "glm4 without biases": Glm4Args(**_GATED, rotary_dim=8, qkv_bias=False, tied_embeddings=True),
     "glm": Glm4Args(**_GATED | dict(head_dim=12), rotary_dim=6, output_norms=False),
+    "gemma2": Gemma2Args(**_GATED | dict(dim=64, n_layers=3), sliding_window=5, query_scalar=24, **_CAPS),
+    "gemma2 not capped, not tied": Gemma2Args(
+        **_GATED | dict(dim=64),
+        sliding_window=5,
+        global_interval=3,
+        score_cap=0.0,
+        logit_cap=0.0,
+        tied_embeddings=False,
+    ),
     "granite tied, biased": GraniteArgs(**_GATED, tied_embeddings=True, attention_bias=True, mlp_bias=True),
     **_EXPERTS,
 }

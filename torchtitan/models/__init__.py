@@ -14,6 +14,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
 from torchtitan.models.deepseek import FAMILY as DEEPSEEK
 from torchtitan.models.family import ConfigConverter, Family
+from torchtitan.models.gemma2 import FAMILY as GEMMA2
 from torchtitan.models.gemma3 import FAMILY as GEMMA3
 from torchtitan.models.glm4 import GLMS
 from torchtitan.models.glm4_moe import FAMILY as GLM4_MOE
@@ -38,6 +39,7 @@ from torchtitan.models.smollm3 import FAMILY as SMOLLM3
 FAMILIES: dict[str, Family] = {
     **LLAMAS,
     "deepseek": DEEPSEEK,
+    "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     **GLMS,
     "glm4_moe": GLM4_MOE,

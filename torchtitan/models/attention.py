@@ -15,6 +15,7 @@ from torchtitan.core.fused import compile_lazily
 from torchtitan.models.layers import RMSNorm, autocast_dtype, autocast_off, rotate
 from torchtitan.parallelisms.attention_kernels import fastest_cpu_dtype, mask_bias
 from torchtitan.parallelisms.attention_sinks import SinkAttentionFunction, join_sinks
+from torchtitan.parallelisms.capped_attention import VisibleKeys, capped_attention
 from torchtitan.parallelisms.region_attention import RegionTable, attend_by_regions, region_table
 from torchtitan.parallelisms.sequence_layout import Tokens, with_sinks
 
@@ -51,6 +52,10 @@ class AttentionKernel(nn.Module):
 
     def with_backend(self, backend: str) -> "AttentionKernel":
         return AttentionKernel(backend, self.causal, self.window)
+
+    def without_causality(self) -> "AttentionKernel":
+        """Return the kernel of a query that may attend to all keys."""
+        return AttentionKernel("sdpa", causal=False)
 
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> Mask:
         """Make the mask for `forward`, once per forward of the model.
@@ -174,6 +179,43 @@ class AttentionKernel(nn.Module):
             # time in float32, and 0.9, 0.5 and 0.32 in bfloat16 (torch 2.13, 1 core).
             return attend(F.pad(v, (0, narrower)), mask)[..., :-narrower]
         return attend(v, mask)
+
+
+class CappedKernel(AttentionKernel):
+    """Attention with scores cap tanh(s / cap), by chunks of queries (parallelisms/capped_attention.py).
+
+    No kernel of torch computes it, so `backend` has no effect.
+    """
+
+    accepts_query_slices = True
+
+    def __init__(self, cap: float, backend: str = "auto", causal: bool = True, window: int = 0):
+        super().__init__(backend, causal, window)
+        self.cap = cap
+
+    @property
+    def plain_attention(self) -> bool:
+        return False
+
+    def with_backend(self, backend: str) -> AttentionKernel:
+        return CappedKernel(self.cap, backend, self.causal, self.window)
+
+    def without_causality(self) -> AttentionKernel:
+        return CappedKernel(self.cap, self.backend, causal=False)
+
+    def prepare(self, queries: Tokens, keys: Tokens | None = None) -> VisibleKeys:
+        """Return which keys are visible. `keys` are the tokens of the sequence, in order."""
+        segments, of_keys = self.segments(queries), self.segments(keys or queries)
+        return VisibleKeys(queries.indices, segments, of_keys, self.causal, self.window, keys is None)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: VisibleKeys | None) -> torch.Tensor:
+        """Attend as AttentionKernel does. mask: None if every query may attend to all keys."""
+        if mask is None:
+            every, queries = q.new_zeros(1, k.shape[2], dtype=torch.int64), q.shape[2]
+            mask = VisibleKeys(every[0, :queries], every[:, :queries], every, False, 0, False)
+        dtype = autocast_dtype(q.device.type) or q.dtype
+        with autocast_off(q.device.type):
+            return capped_attention(*(x.to(dtype) for x in (q, k, v)), *mask, self.cap)[0]
 
 
 def activate_flash_attention(backend: str, device: torch.device) -> None:

@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 from torchtitan.core.random_draws import Constant, Init, Normal
-from torchtitan.models.attention import AttentionKernel, SharedInputs
+from torchtitan.models.attention import AttentionKernel, CappedKernel, SharedInputs
 from torchtitan.models.dropout import Dropout, DropoutKernel, EmbeddingNoise, layer_keys
 from torchtitan.models.layers import RMSNorm, SwiGLU, autocast_dtype
 from torchtitan.models.sizes import NormOrder
@@ -227,9 +227,10 @@ class Decoder(nn.Module):
 
     `attention`: the kind of all layers, or a list with the kind of each layer, where equal layers share an
     object. `block(layer, kernel)` makes a layer, which must keep the kernel in `attention.kernel`. causal=False: tokens
-    attend to their full document. `attention_dropout`: dropout probability of attention probabilities. `norm`: the
-    final norm, by default RMSNorm; nn.Identity() if the last block ends with a norm. `head`: computes logits from the
-    output of `norm`; by default a linear layer over the vocabulary without bias.
+    attend to their full document. `attention_dropout`: dropout probability of attention probabilities. `score_cap`: the
+    cap of a CappedKernel; 0 for none. `norm`: the final norm, by default RMSNorm; nn.Identity() if the last block ends
+    with a norm. `head`: computes logits from the output of `norm`; by default a linear layer over the vocabulary
+    without bias.
     """
 
     def __init__(
@@ -245,6 +246,7 @@ class Decoder(nn.Module):
         norm: nn.Module | None = None,
         head: nn.Module | None = None,
         attention_dropout: float = 0.0,
+        score_cap: float = 0.0,
     ):
         super().__init__()
         self.args = args
@@ -253,7 +255,8 @@ class Decoder(nn.Module):
         assert len(kinds) == args.n_layers, "each layer has a kind of attention"
         self.kinds = nn.ModuleList(dict.fromkeys(kinds))
         self.kind_of_layer = [list(self.kinds).index(kind) for kind in kinds]
-        kernel = partial(DropoutKernel, attention_dropout) if attention_dropout else AttentionKernel
+        kernel: Callable[..., AttentionKernel] = partial(CappedKernel, score_cap) if score_cap else AttentionKernel
+        kernel = partial(DropoutKernel, attention_dropout) if attention_dropout else kernel
         # one for all blocks of a kind; it has no state
         self.kernels = nn.ModuleList(kernel(attention_backend, causal, kind.window) for kind in self.kinds)
         self.tok_embeddings = nn.Embedding(args.vocab_size, word_dim or args.dim)

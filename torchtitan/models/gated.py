@@ -54,7 +54,10 @@ class GatedDecoder(Decoder):
 
         windows = [0 if args.is_global(layer) else args.sliding_window for layer in range(args.n_layers)]
         kinds = [kind(args.rope(layer), window) for layer, window in enumerate(windows)]
-        super().__init__(args, kinds, block, attention_backend, norm=norm(args.dim, args.norm_eps))
+        final_norm = norm(args.dim, args.norm_eps)
+        super().__init__(args, kinds, block, attention_backend, norm=final_norm, score_cap=args.score_cap)
+        if args.logit_cap:
+            self.output.register_forward_hook(partial(_cap_output, args.logit_cap))
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
         """Look up and scale the embeddings: [B, S] -> [B, S, D]. The scale is rounded to their dtype."""
@@ -76,6 +79,11 @@ class GatedDecoder(Decoder):
     def build_block(args: Any, layer: int, attention: GroupedQueryAttention) -> ResidualBlock:
         feed_forward = (GeGLU if args.gelu else SwiGLU)(args.dim, args.ffn_dim, "feed_forward.w1" in args.biases)
         return Block(args, attention, feed_forward, partial(norm_of(args), args.dim, args.norm_eps), args.norm_order)
+
+
+def _cap_output(cap: float, head: torch.nn.Module, inputs: tuple, logits: torch.Tensor) -> torch.Tensor:
+    """Cap logits [..., V], or a tensor-parallel rank's shard of them, as a hook: the head stays a linear layer."""
+    return (logits / cap).tanh() * cap
 
 
 def norm_of(args: Any) -> type[RMSNorm]:

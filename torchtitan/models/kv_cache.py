@@ -26,7 +26,7 @@ class CachingKernel(nn.Module):
 
     def __init__(self, kernel: AttentionKernel):
         super().__init__()
-        self.kernel, self.full_attention = kernel, AttentionKernel("sdpa", causal=False)
+        self.kernel, self.full_attention = kernel, kernel.without_causality()
         self.clear()
 
     def clear(self) -> None:

@@ -168,6 +168,8 @@ class GatedDecoderSizes:
     residual_multiplier = 1.0  # of the outputs of attention and feed-forward
     query_scale = 1.0  # of attention scores, in addition to 1 / sqrt(head_dim)
     logits_divisor = 1.0
+    score_cap = 0.0  # attention scores s become cap tanh(s / cap); 0: they stay
+    logit_cap = 0.0  # the logits too
     query_growth = 0.0  # after each `query_period` positions queries grow by this times ln(1 + number of periods)
     query_period = 1
     qk_norm = False  # norms of each head's queries and keys

@@ -14,6 +14,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint_contexts
 
+from torchtitan.parallelisms.capped_attention import capped_attention
 from torchtitan.parallelisms.context_parallel import apply_context_parallel
 from torchtitan.parallelisms.data_parallel import apply_data_parallel
 from torchtitan.parallelisms.degrees import ParallelDims
@@ -153,7 +154,7 @@ SAVED_OPS = {
         collectives.all_reduce,
         collectives.all_to_all_single,
     )
-} | {operator_of(attend_by_regions), torch.ops.higher_order.flex_attention}
+} | {operator_of(attend_by_regions), operator_of(capped_attention), torch.ops.higher_order.flex_attention}
 
 
 def _save_expensive_ops(context, op, *args, **kwargs) -> CheckpointPolicy:

@@ -172,6 +172,13 @@ def rings_have_their_own_attention(facts: Facts) -> Iterator[Fault]:
         yield facts.fault("model.attention_backend", allowed, 'write "auto"')
 
 
+def capped_scores_have_one_kernel(facts: Facts) -> Iterator[Fault]:
+    args, backend = facts.model.args, facts.config.model.attention_backend
+    if (cap := getattr(args, "score_cap", 0)) and backend != "auto":
+        allowed = f'"auto" with attention scores capped at {cap:g}, which no kernel of torch computes'
+        yield facts.fault("model.attention_backend", allowed, 'write "auto"' + _or_without(args, "score_cap"))
+
+
 def rings_carry_no_window(facts: Facts) -> Iterator[Fault]:
     """Refuse a sliding window with ring attention, which attends to one chunk of keys at a time."""
     method = facts.config.parallelism.context_parallel_rotate_method
@@ -215,6 +222,7 @@ def groups_fit_the_model(facts: Facts) -> Iterator[Fault]:
         return
     args, name = facts.model.args, facts.config.model.name
     obstacles = {"sliding_window": "a sliding window", "attention_dropout": "attention_dropout"}
+    obstacles |= {"score_cap": "capped attention scores"}
     obstacles = {key: description for key, description in obstacles.items() if getattr(args, key, 0)}
     for key, description in obstacles.items():
         remedy = "write 0" + _or_without(args, key)
@@ -352,6 +360,7 @@ RULES: tuple[Rule, ...] = (
     groups_have_all_keys,
     ring_is_not_compiled,
     rings_carry_no_window,
+    capped_scores_have_one_kernel,
     rings_have_their_own_attention,
     async_tensor_parallel,
     experts_divide_over_expert_parallel,

@@ -62,10 +62,14 @@ RANGES = {
     "logits_divisor": (1e-6, 1e6),
     "swiglu_limit": (1e-3, 1e6),
     "swiglu_alpha": (1e-3, 1e3),
+    "score_cap": (0.0, 1e6),
+    "logit_cap": (0.0, 1e6),
 }
 """Allowed ranges of arguments, far beyond all published models (norms 1e-12 to 1e-5, theta 1e4 to 5e10)."""
 HF_KEYS = {
     "logits_divisor": ("logits_scaling",),
+    "score_cap": ("attn_logit_softcapping",),
+    "logit_cap": ("final_logit_softcapping",),
     "norm_eps": ("rms_norm_eps", "layer_norm_eps", "layer_norm_epsilon"),
     "local_rope_theta": ("rope_local_base_freq",),
     "route_scale": ("routed_scaling_factor",),
