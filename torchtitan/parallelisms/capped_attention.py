@@ -16,7 +16,7 @@ from torch.utils.flop_counter import register_flop_formula
 from torchtitan.parallelisms.attention_kernels import accumulation_dtype
 
 SCORES = 2**24
-"""Scores of a chunk of queries, of all samples and heads, unless one query has more."""
+"""Scores of a chunk of queries, of all samples and heads, if one query has no more."""
 FEW, PARTS = 256, 8
 """A chunk has at most so many queries, or this part of them: later keys are then left out."""
 
@@ -100,7 +100,7 @@ def capped_attention_backward(
 
 
 @capped_attention_backward.register_fake
-def _(grad, q, k, v, *others):  # type: ignore[no-untyped-def]
+def _(grad, q, k, v, *results):  # type: ignore[no-untyped-def]
     return tuple(torch.empty_like(x) for x in (q, k, v))
 
 

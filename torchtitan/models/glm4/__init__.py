@@ -12,12 +12,12 @@ from torchtitan.models.hf.config import (
     check_supported,
     gated_config,
     gated_sizes,
-    partial_rotary_factor,
     read_flag,
     read_number,
     split_partial_rotary,
 )
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
+from torchtitan.models.hf.layer_kinds import partial_rotary_factor
 from torchtitan.models.sizes import DEBUG, QKV, GatedArgs, Names, NormOrder, check_rotary_dim
 
 

@@ -13,7 +13,6 @@ from torchtitan.models.hf.config import (
     check_supported,
     decoder_config,
     decoder_sizes,
-    partial_rotary_factor,
     read_flag,
     read_number,
     rotary_config,
@@ -21,6 +20,7 @@ from torchtitan.models.hf.config import (
     split_partial_rotary,
 )
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
+from torchtitan.models.hf.layer_kinds import partial_rotary_factor
 from torchtitan.models.moe import DenseFirstArgs, GroupedMoEArgs, check_exported
 from torchtitan.models.sizes import QKV, Names, check_rotary_dim
 

@@ -425,12 +425,6 @@ def split_partial_rotary(config: Mapping[str, Any], default: float) -> tuple[dic
     return plain, agreed_value(key, factors, "remove the wrong one") if factors else default
 
 
-def partial_rotary_factor(args: Any) -> float:
-    """Return a factor of head_dim that makes rotary_dim, for readers who round the product down."""
-    factor = args.rotary_dim / args.head_dim
-    return factor if int(args.head_dim * factor) == args.rotary_dim else math.nextafter(factor, 1.0)
-
-
 def _full_rope(name: str, table: Any, config: Mapping[str, Any], theta: float) -> dict[str, Any]:
     if not isinstance(table, Mapping):
         raise JobError(f"{name} = {table!r}; allowed are null and an object with rope_type and its numbers")

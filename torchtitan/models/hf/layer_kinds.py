@@ -1,5 +1,6 @@
 """config.json: the layers that have a sliding window, rotary positions of their own, or none. No torch."""
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -108,3 +109,9 @@ def rope_of_kind(config: Mapping[str, Any], kind: str) -> Any:
     if not isinstance(tables, Mapping) or tables.keys() - {SLIDING, FULL}:
         raise JobError(f"rope_parameters = {tables!r}; allowed: an object with {SLIDING} and {FULL}")
     return tables.get(kind)
+
+
+def partial_rotary_factor(args: Any) -> float:
+    """Return a factor of head_dim that makes rotary_dim, for readers who round the product down."""
+    factor = args.rotary_dim / args.head_dim
+    return factor if int(args.head_dim * factor) == args.rotary_dim else math.nextafter(factor, 1.0)
