@@ -9,7 +9,9 @@ listed as unknown.
 
 import dataclasses
 import json
+import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -28,7 +30,7 @@ from torchtitan.core.progress_bar import waiting
 from torchtitan.launcher.run_folder import JOB_FILE, describe_run_end
 from torchtitan.metrics.console import duration
 from torchtitan.metrics.curves import read_run
-from torchtitan.metrics.goodput import CAUSES, SHORTEST_ADVISED_SECONDS, best_save_interval
+from torchtitan.metrics.goodput import CAUSES, MARGIN, SHORTEST_ADVISED_SECONDS, best_save_interval
 from torchtitan.metrics.json_lines import Record, is_finite
 from torchtitan.metrics.run_end import end_of, without_ends
 from torchtitan.planner.time.measured_runs import UNEXPLAINED, MeasuredRun, ModelledStep
@@ -226,8 +228,8 @@ class Account:
         if not any("slowest_ratio" in record for record in self.records):
             timed = "only data-parallel ranks are timed, unless all blocks are compiled as one"
             yield f"a rank slower than the others: {timed}"
-        elif not any(record.get("event") == "straggler" for record in self.records):
-            yield "a rank that is slow in some steps only: it is not named, as longer samples look the same"
+        elif not list(slow_ranks_of(self.records, 1.0)):
+            yield "a rank that is slow in few steps: longer samples look the same"
         accounts = [record["step"] for record in self.records if record.get("event") == "goodput"]
         if accounts and self.records[-1].get("event") != "goodput":
             yield f"the time after step {accounts[-1]}: the run logs its account of time at every save and at its end"
@@ -371,10 +373,32 @@ def slow_ranks_of(records: list[Record], training: float) -> Iterator[Cause]:
             names = str(record.get("ranks")) if is_slow else names
         elif is_finite(record.get("slowest_ratio")) and record["slowest_ratio"] > 0:
             waits.append(max(0.0, 1 - 1 / record["slowest_ratio"]) if is_slow else 0.0)
+    remedy = "look at other programs, clocks, temperature and storage of that machine, or train without it"
     if names and waits:
         share = training * sum(waits) / len(waits)
-        remedy = "look at other programs, clocks, temperature and storage of that machine, or train without it"
         yield Cause(f"waiting within training for slow ranks, last named: {names} times", share, share, remedy)
+    elif mostly := mostly_slow_rank(steady(records)):
+        number, count, of, waited = mostly
+        name = f"waiting within training for rank {number}, the slowest in {count} of {of} windows with a slow rank"
+        yield Cause(name, training * waited, training * waited, remedy)
+
+
+def mostly_slow_rank(rows: list[Record]) -> tuple[int, int, int, float] | None:
+    """Return the rank that is the slow one too often for chance, its number of windows, all with a slow rank, and the
+    share of the steps for which others wait for it.
+
+    By chance, as for longer samples, a rank is the slowest in half of the windows at most; four standard deviations
+    more are required.
+    """
+    timed = [row for row in rows if is_finite(row.get("slowest_ratio")) and is_finite(row.get("slowest_rank"))]
+    slow = [row for row in timed if row["slowest_ratio"] > MARGIN]
+    if not slow:
+        return None
+    (number, count), *_ = Counter(row["slowest_rank"] for row in slow).most_common(1)
+    if count < len(slow) / 2 + 2 * math.sqrt(len(slow)):
+        return None
+    waits = sum(row["step_seconds"] * (1 - 1 / row["slowest_ratio"]) for row in slow if row["slowest_rank"] == number)
+    return number, count, len(slow), waits / sum(row["step_seconds"] for row in timed)
 
 
 def look_inside(options: Profiling | None) -> str:

@@ -32,6 +32,8 @@ CAUSE_OF = {
 GPU_HOURS_PER_FAILURE = 50_000.0
 """From the Llama 3 paper: 419 unplanned interruptions of 16,384 GPUs in 54 days, one per 50,700 GPU hours."""
 
+MARGIN = 1.1
+"""A rank is slow in some steps if it takes more than this many times the median of its peers."""
 SHORTEST_ADVISED_SECONDS = 3600.0
 """Minimum length of a run for advice on the checkpoint interval."""
 

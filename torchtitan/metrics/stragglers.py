@@ -17,19 +17,18 @@ from typing import Any
 import torch
 from torch import nn
 
+from torchtitan.metrics.goodput import MARGIN
 from torchtitan.metrics.logger import MetricsLogger
 from torchtitan.process import distributed
 from torchtitan.process.host import host
 
 logger = logging.getLogger(__name__)
-MARGIN = 1.1
-"""A rank is slow in a step if it takes more than this many times the median of its peers."""
 STEPS_TO_NAME = 16
 """Steps in a row that one of two ranks is slow before it is named, and not slow before it no longer is.
 
 Samples of random lengths alone make a rank slow in nearly every second step, so twice as many ranks take one step more.
 Then fewer than 1 % of runs of 1,000 steps name a rank for its samples. A rank that is slow in most steps, but not in
-all, is not named: over a few steps its times cannot be told from those of longer samples.
+all, is not named here, but by `torchtitan why` from all steps of the run.
 """
 SECONDS_TO_NAME = 5.0
 """Shortest time for which a rank is slow before it is named: longer than another program takes a core in turn."""
@@ -108,8 +107,7 @@ class SlowRanks:
 
         1 for the ranks of a pipeline stage without blocks. `step_seconds`: mean duration of a whole step.
         """
-        by_stage = seconds.unflatten(1, (self._stages, -1))
-        ratios = (by_stage / by_stage.median(2, keepdim=True).values).nan_to_num(1.0, posinf=1.0).flatten(1)
+        ratios = self.ratios(seconds)
         self._ratios = torch.cat((self._ratios, ratios))[-STEPS_TO_NAME:]
         for is_slow in ratios > MARGIN:
             self._slow_steps = (self._slow_steps + 1) * is_slow
@@ -118,6 +116,11 @@ class SlowRanks:
         has_become_slow = (self._slow_steps >= self._steps_to_name) & (self._slow_seconds >= SECONDS_TO_NAME)
         self._is_slow = has_become_slow | (self._is_slow & (self._other_steps < STEPS_TO_NAME))
         return ratios
+
+    def ratios(self, seconds: torch.Tensor) -> torch.Tensor:
+        """Return times [any, ranks] as multiples of the lower median of the peers', 1 without blocks."""
+        by_stage = seconds.unflatten(1, (self._stages, -1))
+        return (by_stage / by_stage.median(2, keepdim=True).values).nan_to_num(1.0, posinf=1.0).flatten(1)
 
     def slow(self) -> dict[int, float]:
         """Return the slow ranks, each with its median ratio."""
@@ -151,7 +154,8 @@ class Stragglers:
         seconds, step_seconds = gathered[:, :-1], float(gathered[0, -1])
         if not seconds.any():
             return {}
-        ratios = self._slow_ranks.update(seconds.T, step_seconds).median(0).values
+        self._slow_ranks.update(seconds.T, step_seconds)
+        ratios = self._slow_ranks.ratios(seconds.sum(1)[None])[0]  # a few long steps count as much as they take
         slow = self._slow_ranks.slow()
         if slow.keys() != self._named:
             self._named = set(slow)
