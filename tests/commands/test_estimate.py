@@ -14,6 +14,7 @@ from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import FOLDER, load_hardware
 from torchtitan.job import ResolvedJob
+from torchtitan.planner import answer
 from torchtitan.planner import estimate as prediction
 from torchtitan.planner.memory.closed_form import predict_memory
 from torchtitan.planner.plan import Plan, Workload
@@ -202,7 +203,9 @@ def messages_of_job(options, ranks):
         calls, size = (float(predicted.sent[axis, kind, unit]) for unit in ("calls", "bytes"))
         rehearsed[AXES.get(axis, axis)] += links.sent(kind, size, calls, predicted.groups[axis]).seconds
     samples = job.layout.samples
-    formula = StepTimer(Workload.of(job, samples), hardware).messages_of_step(Plan.of(job, samples))
+    formula = StepTimer(Workload.of(job, samples), hardware).messages_of_step(
+        Plan.of(job, samples), predicted.pipeline_rank
+    )
     return dict(rehearsed), {axis: message.seconds for axis, message in formula.items()}
 
 
@@ -217,6 +220,7 @@ MESSAGES = {
     "CP 2, ulysses": (["context_parallel_degree=2", "context_parallel_rotate_method=ulysses"], 8),
     "CP 2, all-to-all": (["context_parallel_degree=2", "context_parallel_rotate_method=alltoall"], 8),
     "CP 16 over two machines": (["context_parallel_degree=16"], 32),
+    "PP 4": (["pipeline_parallel_degree=4", "pipeline_parallel_microbatch_size=2"], 8),
     "no resharding": (["fsdp_reshard_after_forward=never"], 16),
     "LoRA": (["adapter"], 16),
     "LoRA, TP 4, full recompute": (["adapter", "tensor_parallel_degree=4", "full"], 16),
@@ -244,10 +248,10 @@ def test_the_step_takes_as_long_as_by_the_planner():
     options, _ = estimate.parse_options(["--traffic", "--gpu=h100-80"])
     job = ResolvedJob(manager.load(["--job.config_file=llama3_8b"]), 64, "cuda")
     timer = StepTimer(Workload.of(job, 64), load_hardware("h100-80"), usual_calibration(load_hardware("h100-80")))
-    (line,) = estimate.step_line(job, options)
+    (line,) = answer.step_line(answer.predicted_step(job, estimate.hardware_of(options)))
     assert line.startswith(f"a step takes {timer.step_time(Plan.of(job, 64)).seconds:.3g} s (")
     adapted = ResolvedJob(manager.load(["--job.config_file=llama3_8b", "--adapter.kind=dora"]), 64, "cuda")
-    assert estimate.step_line(adapted, options) == []
+    assert answer.step_line(answer.predicted_step(adapted, estimate.hardware_of(options))) == []
 
 
 def test_hardware_gives_memory_device_and_speeds():

@@ -224,6 +224,7 @@ NO_FILES_TO_READ = {
     *(("presets", "--data"), ("schedule", "--schedule"), ("schedule", "--write-csv"), ("bench", "--hardware")),
     *(("export", "--push"), ("download", "source")),
     *(("plan", "--gpu"), ("plan", "--from"), ("plan", "--plot"), ("plan", "--write")),
+    *(("plan", "--trace"), ("rehearse", "--trace")),
     *(("manifest", f"--{name}") for name in ("image", "volume", "shm", "time", "queue", "name")),
 }
 """Arguments for files that are written, which may be pipes, and for text that is no path."""

@@ -241,6 +241,18 @@ def test_quantized_reductions_between_machines_take_two_hops():
     assert one_hop.reduce_gradients(Plan(shards=16), weights) == pytest.approx(at_once)
 
 
+def test_tensor_parallel_ranks_sum_the_gradients_of_experts_that_none_of_them_splits():
+    """In each pass and block, in the type of the computation, as the rehearsal of Mixtral 8x7B on 8 ranks has it."""
+    job = ResolvedJob(manager.load(["--model.name=mixtral", "--model.flavor=8x7B"]), 8, "cuda")
+    messages = StepTimer(Workload.of(job, 8), load_hardware("h100-80")).messages
+    whole, split, dense = (
+        messages.of_block(Plan(tp=8, ep=ep), has_experts, 1024, 0.0)["tp"]
+        for ep, has_experts in ((1, True), (8, True), (1, False))
+    )
+    link, sent = messages.links.inside, 14797971454 / 3  # of 3 layers, 1 % of which is not of experts
+    assert whole.transfer - dense.transfer == pytest.approx(sent / link.reached_bandwidth, rel=0.01) and split == dense
+
+
 def test_norms_after_attention_and_feed_forward_move_their_bytes_too(monkeypatch):
     """Each of the two reads and writes the hidden states of the rank."""
     workload = Workload.of(ResolvedJob(manager.load(["--model.name=gemma3", "--model.tokenizer_path=bytes"])), 16)

@@ -125,6 +125,7 @@ def _rehearse() -> CommandParser:
     parser.add_argument("--ranks", type=_whole_numbers, metavar="N,N", help=chosen)
     layers = "rehearse all layers, also of a job for which that takes minutes"
     parser.add_argument("--all-layers", action="store_true", help=layers)
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="trace of the predicted step, .json for Perfetto")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 
@@ -418,6 +419,7 @@ def _plan() -> CommandParser:
     parser.add_argument("--write", type=Path, metavar="FILE", help=write)
     plot = "draw time, memory and price of the plans, .png or .svg"
     parser.add_argument("--plot", type=Path, metavar="FILE", help=plot)
+    parser.add_argument("--trace", type=Path, metavar="FILE", help="trace of the predicted step, .json for Perfetto")
     parser.add_argument("--json", action="store_true", help="print one JSON object")
     return parser
 

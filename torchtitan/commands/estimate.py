@@ -18,15 +18,12 @@ from torchtitan.commands.command_lines import SPEEDS, USUAL_GPU, parse_command
 from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.core.hardware import Hardware, load_hardware
 from torchtitan.core.progress_bar import waiting
-from torchtitan.job import ResolvedJob
+from torchtitan.planner.answer import WAITED_FOR, predicted_step, step_line
 from torchtitan.planner.estimate import Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
 from torchtitan.planner.memory.closed_form import fit
-from torchtitan.planner.plan import Plan, Workload, planning_obstacle
 from torchtitan.planner.rehearsal import RehearsalEnded
-from torchtitan.planner.search import PipelineTimer, is_judged
-from torchtitan.planner.time.measured_runs import usual_calibration
+from torchtitan.planner.search import is_judged
 from torchtitan.planner.time.messages import Links
-from torchtitan.planner.time.step_time import StepTimer
 from torchtitan.process.machine import limit_in_bytes
 from torchtitan.process.ranks import likely_device
 from torchtitan.rules import Device
@@ -34,8 +31,6 @@ from torchtitan.rules.loading import load_valid, without_resume
 
 CUDA = "--cuda"
 """The option that makes this command `torchtitan rehearse`."""
-WAITED_FOR = ("tp", "cp", "ep")
-"""Axes with messages that the next matrix product needs. docs/parallelism.md describes how each can be hidden."""
 NO_JOB = """\
 torchtitan estimate: no job is given; give a file, a name of `torchtitan list jobs`, or options of a job, as in
   torchtitan estimate llama3_8b --world-size 8 --device cuda --memory 80GiB
@@ -70,7 +65,8 @@ def main(argv: list[str]) -> int:
     print(f"{name} on {ranks}: {format_bytes(most.peak)} of tensors at most, in {most.moment}")
     print("\n".join(table(predictions)))
     if options.traffic:
-        print("\n".join([*traffic(most, flops_of_a_rank(job), options), *step_line(job, options)]))
+        step = step_line(predicted_step(job, hardware_of(options)))
+        print("\n".join([*traffic(most, flops_of_a_rank(job), options), *step]))
     memory = options.memory or allowed(job.config.memory.limit, options.device)
     if memory is None:
         return FITS
@@ -174,23 +170,6 @@ def hardware_of(speeds: argparse.Namespace) -> Hardware:
     inside, outside = hardware.machine_link.reached_bandwidth, hardware.network_link.reached_bandwidth
     scaled = hardware.with_speeds(speeds.inside * 1e9 / inside, speeds.outside * 1e9 / outside)
     return replace(scaled, devices_per_machine=speeds.machine)
-
-
-def step_line(job: ResolvedJob, speeds: argparse.Namespace) -> list[str]:
-    """Format the time of a step, as `torchtitan plan` predicts it; nothing for a job that it does not describe."""
-    degrees = job.layout.parallelism
-    is_unusual = degrees.pipeline_parallel_schedule_csv or degrees.module_fqns_per_model_part
-    hardware = hardware_of(speeds)
-    if planning_obstacle(job.model) or is_unusual or (hardware.cores is None) != (job.device_type == "cuda"):
-        return []
-    samples = job.layout.samples
-    timer = PipelineTimer(StepTimer(Workload.of(job, samples), hardware, usual_calibration(hardware)))
-    step = timer.step_time(Plan.of(job, samples))
-    exposed = sum(step.parts[axis] for axis in (*WAITED_FOR, "fsdp"))
-    share = f"{exposed / step.seconds:.0%} of it adds what no computation hides of the messages"
-    return [
-        f"a step takes {step.seconds:.3g} s ({step.low:.3g} to {step.high:.3g}), as `torchtitan plan` says; {share}"
-    ]
 
 
 def verdict(most: Prediction, memory: float, device: Device) -> tuple[str, bool]:

@@ -17,8 +17,8 @@ import tomli_w
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.commands.schedule import check_file
 from torchtitan.config import manager
-from torchtitan.config.job import JobConfig, as_dict
-from torchtitan.config.layers import nest, walk
+from torchtitan.config.job import JobConfig
+from torchtitan.config.layers import nest
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError, LimitError, format_bytes
 from torchtitan.core.hardware import load_hardware
@@ -45,11 +45,13 @@ from torchtitan.planner.answer import (
     row,
 )
 from torchtitan.planner.failures import Failures
+from torchtitan.planner.informative_runs import differing_options, run_lines, runs_to_measure
 from torchtitan.planner.memory.closed_form import NEEDED, RESERVED, fit, needed, reserved
 from torchtitan.planner.plan import Plan, Workload, planning_obstacle
 from torchtitan.planner.search import Candidate, Limits, Result, Search, faults_as_new
 from torchtitan.planner.smaller_states import remedy
 from torchtitan.planner.time.measured_runs import calibrate, usual_calibration
+from torchtitan.planner.trace import check_ending, write_trace
 from torchtitan.rules.loading import load_job
 
 LABEL: dict[str, Any] = {
@@ -152,8 +154,9 @@ def main(argv: list[str]) -> int:
         raise JobError("torchtitan plan: no job is given; give a file or a name of `torchtitan list jobs`")
     if options.plot is not None:
         check_format(options.plot)
-    for option in ("write", "plot"):
+    for option in ("write", "plot", "trace"):
         check_file(option, getattr(options, option))
+    check_ending(options.trace)
     if options.write is not None and options.write.suffix != ".toml":
         raise JobError(f"--write: given {str(options.write)!r}; allowed: names with .toml; rename it")
     if options.write is not None:
@@ -221,6 +224,13 @@ class PlanRequest:
             alternatives.append((change, best[0] if best else None))
         return alternatives
 
+    def runs_to_measure(self, result: Result) -> list[tuple[Plan, str]]:
+        """Return the runs that would tell most for --from, with their commands; none if it is given."""
+        if self.options.runs:
+            return []
+        leading = [candidate.plan for candidate in result.plans[: self.options.top]]
+        return runs_to_measure(self.search, leading, [candidate.plan for candidate in result.judged])
+
     def explained(self, result: Result) -> list[str]:
         """Return the lines of --explain."""
         number = self.options.explain
@@ -278,6 +288,7 @@ class PlanRequest:
             "job": job if isinstance(job, str) else record_of(job),
             "alternatives": {change: other and record_of(other) for change, other in alternatives},
             "explanation": self.explained(result),
+            "runs_to_measure": [command for _, command in self.runs_to_measure(result)],
         }
 
 
@@ -469,11 +480,11 @@ def report(question: PlanRequest, result: Result, alternatives: list[tuple[str, 
         lines.append("memory of plans with overlap: not described by the formula; --rehearse shows it")
     if not result.complete:
         lines.append("the search ended at its limit: a faster plan may exist")
-    return lines
+    return [*lines, *run_lines(search, question.runs_to_measure(result))]
 
 
 def write(question: PlanRequest, result: Result, alternatives: list[tuple[str, Candidate | None]]) -> None:
-    """Write the best plan as a job that extends the given one, and the picture."""
+    """Write the best plan as a job that extends the given one, the picture, and the trace."""
     options = question.options
     try:
         for path in filter(None, (options.write, options.plot)):
@@ -486,6 +497,10 @@ def write(question: PlanRequest, result: Result, alternatives: list[tuple[str, C
             draw_plans(options.plot, result, question.limits.memory, question.job_plan(), alternatives, question.cost)
             if not options.json:
                 print(f"picture  {options.plot}")
+        if options.trace is not None:
+            write_trace(options.trace, question.search.timer, result.plans[0].plan)
+            if not options.json:
+                print(f"trace    {options.trace}")
     except OSError as error:
         raise JobError(f"{error.filename}: cannot be written ({error.strerror}); give another name") from None
 
@@ -499,9 +514,7 @@ def overlay(question: PlanRequest, best: Candidate) -> str:
     files = [str(Path(file).resolve()) for file in planned.job.config_file]
     head = f"{WRITTEN}{best.plan}, predicted {figure(best.time.seconds, 3)} s a step, MFU {best.time.mfu:.1%}"
     head += "; may fit\n" if best.memory.needed > question.limits.memory else "\n"
-    base = manager.load([argument for file in files for argument in ("--job.config_file", file)])
-    before, after = (dict(walk(as_dict(config))) for config in (base, planned))
-    differing = {key: value for key, value in after.items() if before.get(key) != value and key != "job.config_file"}
+    differing = differing_options(planned)
     if not files or None in differing.values():
         return head + manager.to_toml(planned)
     return head + tomli_w.dumps({"extends": files[0] if len(files) == 1 else files, **nest(differing)})

@@ -13,13 +13,17 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from torchtitan.commands.command_lines import parse_command
+from torchtitan.commands.command_lines import USUAL_GPU, parse_command
+from torchtitan.commands.schedule import check_file
 from torchtitan.config.sections.run import Guard, Metrics
 from torchtitan.core.errors import JobError, format_bytes
+from torchtitan.core.hardware import load_hardware
 from torchtitan.core.progress_bar import progress_bar, waiting
 from torchtitan.parallelisms.degrees import ParallelDims
+from torchtitan.planner.answer import predicted_step, step_line
 from torchtitan.planner.fake_cuda import FakeCuda, build
 from torchtitan.planner.search import is_judged
+from torchtitan.planner.trace import check_ending, write_trace
 from torchtitan.rules.loading import load_valid, without_resume
 
 NO_JOB = """\
@@ -42,7 +46,12 @@ def main(argv: list[str]) -> int:
     options, job_args = parse_command("rehearse", argv)
     if not job_args:
         raise JobError(NO_JOB)
+    check_file("trace", options.trace)
+    check_ending(options.trace)
     facts = load_valid(job_args, options.world_size, "cuda", is_judged, without_resume)
+    predicted = predicted_step(facts.job, load_hardware(USUAL_GPU))
+    if options.trace and predicted is None:
+        raise JobError("--trace: the planner's formulas do not describe a step of this job; leave it out")
     config, world_size = facts.config, facts.job.world_size
     dims, files = facts.job.layout.dims, config.job.config_file
     ranks = sorted(set(options.ranks or usual_ranks(dims)))
@@ -54,7 +63,14 @@ def main(argv: list[str]) -> int:
         print(json.dumps(as_json(files, world_size, records, faults_of_step), indent=1))
     else:
         left_out = not_rehearsed(config.metrics, config.guard, records)
-        print("\n".join([*header(files, dims, records, left_out), *tables(records), *faults_of_step, *notes]))
+        step = step_line(predicted)
+        print("\n".join([*header(files, dims, records, left_out), *step, *tables(records), *faults_of_step, *notes]))
+    if options.trace and predicted is not None:
+        timer, plan, _ = predicted
+        try:
+            write_trace(options.trace, timer, plan)
+        except OSError as error:
+            raise JobError(f"--trace: {options.trace}: cannot be written ({error.strerror}); name another") from None
     return WRONG if faults_of_step else FINE
 
 

@@ -21,6 +21,7 @@ from torchtitan.job.layout import JobLayout
 from torchtitan.job.model import JobModel
 from torchtitan.metrics.plot import GREY, INK, STYLE, check_format
 from torchtitan.parallelisms.pipeline.actions import (
+    ACTION_NAMES,
     BACKWARD,
     FORWARD,
     INPUT_GRAD,
@@ -286,12 +287,6 @@ def _short(number: Fraction | int) -> str:
     return f"{float(number):.6g}"
 
 
-NAMES = {
-    FORWARD: "forward",
-    INPUT_GRAD: "input gradient",
-    WEIGHT_GRAD: "weight gradient",
-    BACKWARD: "full backward",
-}
 COLORS = {FORWARD: "#1d4ed8", INPUT_GRAD: "#ea7317", WEIGHT_GRAD: "#0f8a7e", BACKWARD: "#a8204e"}
 IDLE: dict[str, Any] = {"facecolor": "#f8fafc", "edgecolor": "#d5dbe3", "hatch": "////", "linewidth": 0}
 WIDTH, HEAD, TALLEST = 14.0, 2.1, 16.0
@@ -394,7 +389,7 @@ def _legend(figure: Any, simulation: Simulation) -> None:
     spans = [span for row in simulation.spans for span in row]
     stages_per_rank = max(len({span.action.stage for span in row}) for row in simulation.spans)
     used = {span.action.kind for span in spans}
-    patches = [Patch(facecolor=COLORS[kind], label=NAMES[kind]) for kind in NAMES if kind in used]
+    patches = [Patch(facecolor=COLORS[kind], label=ACTION_NAMES[kind]) for kind in ACTION_NAMES if kind in used]
     patches.append(Patch(**IDLE, label="idle"))
     if stages_per_rank > 1:
         label = (

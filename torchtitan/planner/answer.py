@@ -7,14 +7,20 @@ from typing import Any
 
 from torchtitan.core.errors import format_bytes
 from torchtitan.core.hardware import Hardware
+from torchtitan.job import ResolvedJob
 from torchtitan.planner.failures import Failures
 from torchtitan.planner.memory.closed_form import LIMITS, fit
-from torchtitan.planner.search import MOST_ACTIONS, Candidate, Result
-from torchtitan.planner.time.messages import PARTS, Calibration
+from torchtitan.planner.plan import Plan, Workload, planning_obstacle
+from torchtitan.planner.search import MOST_ACTIONS, Candidate, PipelineTimer, Result
+from torchtitan.planner.time.measured_runs import usual_calibration
+from torchtitan.planner.time.messages import PARTS, Calibration, StepTime
+from torchtitan.planner.time.step_time import StepTimer
 
 COUNTED, SIMULATED, FORMULA, ASSUMED = "counted", "simulated", "formula", "assumed"
 ASSUMED_PARTS = {"cp": "messages", "fsdp": "fsdp", "optimizer": "optimizer"}
 """Parts that published runs do not fit, and the factor by which other runs do. None fits the optimizer."""
+WAITED_FOR = ("tp", "cp", "ep")
+"""Axes with messages that the next matrix product needs. docs/parallelism.md describes how each can be hidden."""
 HEADER = f"{'':4}{'s/step':>9} {'tok/s/GPU':>9} {'MFU':>6} {'GiB, low-high':>14} {'bubble':>7}  "
 
 
@@ -222,6 +228,35 @@ def as_record(candidate: Candidate, cost: Cost, options: Mapping[str, Any], extr
         "price": cost.money(candidate),
         "checkpoint_interval": cost.save_interval(candidate),
     }
+
+
+Predicted = tuple[PipelineTimer, Plan, StepTime]
+"""A job's plan, what predicts its steps, and a step."""
+
+
+def predicted_step(job: ResolvedJob, hardware: Hardware) -> Predicted | None:
+    """Predict a step of a job as `torchtitan plan` does; None for a job that the formulas do not describe."""
+    degrees = job.layout.parallelism
+    is_unusual = degrees.pipeline_parallel_schedule_csv or degrees.module_fqns_per_model_part
+    if planning_obstacle(job.model) or is_unusual or (hardware.cores is None) != (job.device_type == "cuda"):
+        return None
+    plan, workload = Plan.of(job, job.layout.samples), Workload.of(job, job.layout.samples)
+    if plan.pp > 1 and workload.base is not None:
+        return None
+    timer = PipelineTimer(StepTimer(workload, hardware, usual_calibration(hardware)))
+    return timer, plan, timer.step_time(plan)
+
+
+def step_line(predicted: Predicted | None) -> list[str]:
+    """Format the time of a step; nothing for a job that the formulas do not describe."""
+    if predicted is None:
+        return []
+    *_, step = predicted
+    exposed = sum(step.parts[axis] for axis in (*WAITED_FOR, "fsdp"))
+    share = f"{exposed / step.seconds:.0%} of it adds what no computation hides of the messages"
+    return [
+        f"a step takes {step.seconds:.3g} s ({step.low:.3g} to {step.high:.3g}), as `torchtitan plan` says; {share}"
+    ]
 
 
 def comparison(gained: Sequence[tuple[str, Candidate | None]], best: Candidate, cost: Cost) -> list[str]:

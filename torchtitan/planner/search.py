@@ -25,7 +25,7 @@ from torchtitan.parallelisms.degrees import divisors, indivisible_sizes, split_s
 from torchtitan.parallelisms.pipeline.actions import Table
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES, check_microbatches
 from torchtitan.parallelisms.pipeline.runtime import build_table
-from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
+from torchtitan.parallelisms.pipeline.simulator import Costs, Simulation, simulate
 from torchtitan.planner.memory.closed_form import MemoryPrediction, predict_memory
 from torchtitan.planner.memory.rank_sizes import RankSizes
 from torchtitan.planner.plan import Plan, Workload
@@ -208,7 +208,7 @@ class PipelineTimer:
     def _makespan(self, plan: Plan) -> float:
         """Return the seconds of all microbatches, extrapolated from two smaller numbers of them if they are many."""
         counts = self._microbatches(plan)
-        first, *more = [self._simulated(plan, count) for count in counts]
+        first, *more = [float(self.simulation(plan, count).makespan) * TICK for count in counts]
         if not more:
             return first
         return first + (more[0] - first) * (plan.microbatches - counts[0]) / (counts[1] - counts[0])
@@ -221,12 +221,13 @@ class PipelineTimer:
         smaller = [2 * plan.pp, 3 * plan.pp]  # after two rounds all ranks are busy
         return smaller if plan.microbatches > smaller[1] else [plan.microbatches]
 
-    def _simulated(self, plan: Plan, microbatches: int) -> float:
+    def simulation(self, plan: Plan, microbatches: int) -> Simulation:
+        """Simulate a number of microbatches, in TICKs."""
         shape = plan.schedule, plan.pp, microbatches, plan.stages_per_rank, plan.merges_backward, plan.overlap_experts
         costs = [Costs(*(round(seconds / TICK) for seconds in stage)) for stage in self.timer.stage_times(plan)]
-        send = round(self.timer.messages.send(plan) / TICK)
+        send = round(self.timer.messages.send(plan).seconds / TICK)
         overlap = Fraction(1) if plan.overlap_experts else None
-        return float(simulate(_table(*shape), costs, send, overlap).makespan) * TICK
+        return simulate(_table(*shape), costs, send, overlap)
 
 
 @lru_cache(64)

@@ -17,6 +17,12 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.files import FileError, read_file
 
 FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD, OVERLAP = "F", "I", "W", "B", "OVERLAP_F_B"
+ACTION_NAMES = {
+    FORWARD: "forward",
+    INPUT_GRAD: "input gradient",
+    WEIGHT_GRAD: "weight gradient",
+    BACKWARD: "full backward",
+}
 SINGLE = re.compile(r"([0-9]{1,6})([FIWB])([0-9]{1,6})")
 PAIR = re.compile(r"\((.*)\)OVERLAP_F_B")
 RUNTIME_ACTION = re.compile(r"[0-9]+(UNSHARD|RESHARD|REDUCE_GRAD|SEND_F|RECV_F|SEND_B|RECV_B)[0-9]*")

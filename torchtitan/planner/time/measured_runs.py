@@ -319,6 +319,16 @@ class ModelledStep:
         return self.scale * (self.time.seconds - other.seconds) / self.run.seconds, least, most
 
 
+def prior_sigmas(hardware: Hardware) -> dict[str, float]:
+    """Return the factors that runs on this hardware fit, and the standard deviations of their logarithms before."""
+    return {name: SIGMAS.get(name, SIGMA) for name in FACTORS} | {hardware.name: 2.0}
+
+
+def changed(factors: Mapping[str, float], changes: Mapping[str, float]) -> Factors:
+    """Return the factors with some of them multiplied by `changes`."""
+    return {**factors, **{name: factors.get(name, 1.0) * factor for name, factor in changes.items()}}
+
+
 def calibrate(folders: Sequence[Path], hardware: Hardware, usual: Calibration) -> tuple[Calibration, list[str]]:
     """Return the calibration that fits the steps of these runs, and a line with the residual of each.
 
@@ -330,13 +340,11 @@ def calibrate(folders: Sequence[Path], hardware: Hardware, usual: Calibration) -
             run.check_device(hardware)
     except JobError as error:
         raise JobError(f"--from {error}") from None
-    names = [*FACTORS, hardware.name]
-
-    def factors_of(changes: Mapping[str, float]) -> dict[str, float]:
-        return {**usual.factors, **{name: usual.factors.get(name, 1.0) * factor for name, factor in changes.items()}}
-
-    measured = [(lambda changes, run=run: run.predicted(hardware, factors_of(changes)), run.seconds) for run in runs]
-    factors = factors_of(fit_factors(measured, names, {**SIGMAS, hardware.name: 2.0}))
+    measured = [
+        (lambda changes, run=run: run.predicted(hardware, changed(usual.factors, changes)), run.seconds) for run in runs
+    ]
+    sigmas = prior_sigmas(hardware)
+    factors = changed(usual.factors, fit_factors(measured, list(sigmas), sigmas))
     residuals = [run.predicted(hardware, factors) / run.seconds - 1 for run in runs]
     spread = max(LEAST_SPREAD, 2 * math.sqrt(statistics.fmean(residual**2 for residual in residuals)))
     lines = [

@@ -322,6 +322,9 @@ class MessageTimer:
             size = b * args.dim * tokens
             both = links.gather(size, plan.tp, 1).and_then(links.gather(size, plan.tp, 1, kind="reduce_scatter"))
             messages["tp"] = both.times(2 * (1 + forwards))
+            if has_experts and plan.ep == 1:  # all ranks have all experts and other tokens: they sum the gradients
+                weights = 3 * args.n_experts * args.expert_dim * args.dim
+                messages["tp"] = messages["tp"].and_then(links.all_reduce(b * weights, plan.tp, 1))
         if plan.cp > 1:
             forward, backward = self._attention_messages(plan, tokens)
             messages["cp"] = forward.times(forwards).and_then(backward)
@@ -359,11 +362,12 @@ class MessageTimer:
         size *= plan.cp
         return links.gather(size, plan.cp, plan.tp), links.exchange(size, plan.cp, plan.tp)
 
-    def send(self, plan: Plan) -> float:
-        """Return the seconds from the end of a stage to its result's arrival on the next rank."""
+    def send(self, plan: Plan, messages: float = 1) -> MessageTime:
+        """Return the time from the end of a stage to its result's arrival on the next rank, of so many messages."""
         tokens = plan.microbatch * self.workload.seq_len / plan.cp / plan.tp
         size = self.workload.compute_bytes * self.workload.args.dim * tokens
-        return self.turns(plan) * self.links_of(plan).send(size, plan.gpus).seconds
+        message = self.links_of(plan).send(messages * size, plan.gpus, messages)
+        return message.times(self.turns(plan))
 
     # FSDP
 

@@ -455,21 +455,31 @@ class StepTimer:
             messages = messages.and_then(self.messages.gather_weights(plan, blocks, weights.experts, inner))
         return messages.and_then(self.messages.reduce_gradients(plan, weights)).times(passes)
 
-    def messages_of_step(self, plan: Plan) -> dict[str, MessageTime]:
-        """Return the messages of a step by axis, before computation hides any: of the rank with the most blocks."""
+    def messages_of_step(self, plan: Plan, rank: int | None = None) -> dict[str, MessageTime]:
+        """Return the messages of a step by axis, before computation hides any.
+
+        `rank`: of the pipeline; None: the first of those with the most blocks, with the weights of the fullest rank.
+        """
         weights, count = self.rank_weights(plan), plan.microbatches * plan.passes
+        stages, ranks = self.stages(plan), [plan.stages_of_rank(number) for number in range(plan.pp)]
+        numbers = max(ranks, key=lambda numbers: sum(stages[number].total() for number in numbers))
+        if rank is not None:
+            numbers = ranks[rank]
+            weights = self._weights(plan, numbers)
+        neighbors = [near for number in numbers for near in (number - 1, number + 1) if 0 <= near < len(stages)]
+        sends = sum(near not in numbers for near in neighbors)  # results forward, their gradients backward
         sent = {
             "fsdp": self._gathers(plan, weights),
             "replicas": self.messages.sum_replicas(plan, self.stored(plan, weights)),
+            "pp": self.messages.send(plan, sends * count) if sends else MessageTime(),
         }
         tokens = plan.microbatch * self.workload.seq_len / plan.cp
-        ranks = ([self.stages(plan)[number] for number in plan.stages_of_rank(rank)] for rank in range(plan.pp))
-        for stage in max(ranks, key=lambda stages: sum(map(Counter.total, stages))):
+        for stage in (stages[number] for number in numbers):
             replayed = plan.replayed_share(stage.total())
-            for kind, number in stage.items():
+            for kind, blocks in stage.items():
                 has_experts = STACK in self.workload.kinds[kind]
                 for axis, message in self.messages.of_block(plan, has_experts, tokens, replayed).items():
-                    sent[axis] = sent.get(axis, MessageTime()).and_then(message.times(number * count))
+                    sent[axis] = sent.get(axis, MessageTime()).and_then(message.times(blocks * count))
         return {axis: message for axis, message in sent.items() if message.seconds}
 
     def _copied(self, plan: Plan, weights: WeightCounts, dense: float, experts: float) -> float:
