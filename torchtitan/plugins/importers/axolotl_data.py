@@ -217,12 +217,12 @@ class DataTranslation:
         sources: list[dict[str, Any]] = []
         for number, raw_entry in enumerate(entries):
             label = f"{name}[{number}]"
-            table = raw_entry.get("type") if isinstance(raw_entry, dict) else None
-            is_custom_pair = self.options["rl"] in PREFERENCES and isinstance(table, dict)
-            entry = entry_of({**raw_entry, "type": AS_THEY_ARE} if is_custom_pair else raw_entry, label, self.draft)
+            kind = raw_entry.get("type") if isinstance(raw_entry, dict) else None
+            table = kind if self.options["rl"] in PREFERENCES and isinstance(kind, dict) else None
+            entry = entry_of(raw_entry if table is None else {**raw_entry, "type": AS_THEY_ARE}, label, self.draft)
             if entry is not None:
                 self._check_entry(label, entry)
-                reading = self._custom_pairs(label, table) if is_custom_pair else self._reading(label, entry)
+                reading = self._reading(label, entry) if table is None else self._custom_pairs(label, table)
                 sources += [location | reading for location in self._locations(label, entry)]
         return sources
 
@@ -344,7 +344,8 @@ class DataTranslation:
         if isinstance(kind, str) and prompt_of(kind) is not None:
             return kind
         reason = (reason_of(kind) if isinstance(kind, str) else "") or f"other prompts are not supported: {REWRITE}"
-        self.refuse(f"{label}.type", kind, f"one of {', '.join([*TYPES, *BY_STYLE, *STRATEGIES])}", reason)
+        kinds = dict.fromkeys([*TYPES, *BY_STYLE, *STRATEGIES])
+        self.refuse(f"{label}.type", kind, f"one of {', '.join(kinds)}", reason)
         return ""
 
     def _locations(self, label: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
