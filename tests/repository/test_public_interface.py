@@ -1,6 +1,7 @@
 """Nothing of the public interface (docs/stability.md) is removed: names, options, entry points, formats, exit codes."""
 
 import dataclasses
+import hashlib
 import inspect
 import json
 import re
@@ -19,6 +20,7 @@ from torchtitan.core import plugins
 from torchtitan.core.callbacks import CALLBACKS
 from torchtitan.losses import tasks
 from torchtitan.process import exit as exits
+from torchtitan.training.reference_logprobs import sizes_of_identity
 
 RECORD = ROOT / "tests/public_interface.json"
 """The interface of the last version. `python -m tests.repository.test_public_interface` adds names; it removes none."""
@@ -56,7 +58,18 @@ def interface() -> dict[str, list[str]]:
         "commands": list(COMMANDS),
         "exit codes": [f"{name} {code}" for name, code in (codes | stops).items()],
         "checkpoints": [f"format {layout.FORMAT}", layout.MANIFEST, layout.step_name(1)],
+        # a size that is added belongs in LATER_SIZES of reference_logprobs.py: else files of references do not fit
+        "sizes": [
+            f"{family} {flavor} {digest(args)}"
+            for family, flavors in models.SIZES.items()
+            for flavor, args in flavors.items()
+        ],
     }
+
+
+def digest(args: object) -> str:
+    """Return a short digest of a model's sizes, as files of a run hold them."""
+    return hashlib.sha256(json.dumps(sizes_of_identity(args), sort_keys=True, default=str).encode()).hexdigest()[:16]
 
 
 def missing(current: dict[str, list[str]]) -> list[str]:
@@ -78,7 +91,7 @@ def test_what_is_new_is_recorded():
     )
 
 
-@pytest.mark.parametrize("kind", ["python", "options", "entry points", "exit codes"])
+@pytest.mark.parametrize("kind", ["python", "options", "entry points", "exit codes", "sizes"])
 def test_a_removed_name_is_noticed(kind):
     current = interface()
     removed = current[kind].pop()

@@ -47,8 +47,11 @@ logger = logging.getLogger(__name__)
 
 FILE = REFERENCE_FILE
 LATER_SIZES: dict[str, Any] = {"head_width": None, "attention_bias": False, "mlp_bias": False}
-LATER_SIZES |= {"query_growth": 0.0, "query_period": 1, "attention_factor": None, "window_layers": ""}
+LATER_SIZES |= {"query_growth": 0.0, "query_period": 1, "attention_factor": None, "truncate": True}
+LATER_SIZES |= {"window_layers": ""}
 """Sizes of models that were added when there were files, and the values with which they do not count."""
+LATER_WINDOWS = ("Qwen2Args", "Qwen2MoEArgs", "Qwen3Args", "Qwen3MoEArgs")
+"""Classes of sizes for which sliding_window = 0 is one of them; in others it always was a size."""
 LATER_OPTIONS = ("save", "last_save_in_peft", "relora")
 """Options of [adapter] that do not change the model before the first step."""
 MODEL, IDENTITY, ROWS = "model", "identity", "rows"
@@ -204,12 +207,19 @@ def _identity(job: ResolvedJob) -> str:
     start = config.dpo.reference or config.checkpoint.initial_load_path
     weights = [path for path in (start, config.adapter.initial_path) if path]
     adapter = {name: value for name, value in asdict(config.adapter).items() if name not in LATER_OPTIONS}
-    sizes = asdict(job.model.args, dict_factory=_without_later_sizes)
-    values: list[Any] = [sizes, adapter, config.debug.seed]
+    values: list[Any] = [sizes_of_identity(job.model.args), adapter, config.debug.seed]
     values += [training.dtype, training.mixed_precision_param]
     values += ["bfloat16"] * (training.frozen_dtype == "bfloat16")  # a new entry, as files of earlier versions lack it
     values += map(_path_and_size, weights)
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
+
+
+def sizes_of_identity(args: Any) -> dict[str, Any]:
+    """Return the sizes of a model that its references depend on, with the names that they have in existing files."""
+    sizes = asdict(args, dict_factory=_without_later_sizes)
+    if type(args).__name__ in LATER_WINDOWS and not sizes["sliding_window"]:
+        del sizes["sliding_window"]
+    return sizes
 
 
 def _without_later_sizes(sizes: list[tuple[str, Any]]) -> dict[str, Any]:
