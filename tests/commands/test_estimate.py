@@ -220,7 +220,7 @@ MESSAGES = {
     "CP 2, ulysses": (["context_parallel_degree=2", "context_parallel_rotate_method=ulysses"], 8),
     "CP 2, all-to-all": (["context_parallel_degree=2", "context_parallel_rotate_method=alltoall"], 8),
     "CP 16 over two machines": (["context_parallel_degree=16"], 32),
-    "PP 4": (["pipeline_parallel_degree=4", "pipeline_parallel_microbatch_size=2"], 8),
+    "PP 4": (["pipeline_parallel_degree=4", "batch"], 8),
     "no resharding": (["fsdp_reshard_after_forward=never"], 16),
     "LoRA": (["adapter"], 16),
     "LoRA, TP 4, full recompute": (["adapter", "tensor_parallel_degree=4", "full"], 16),
@@ -236,7 +236,8 @@ def test_the_planner_has_the_messages_of_the_rehearsal(name):
     """Sums of single numbers (the loss, the norm of the gradient) are left out by the planner."""
     options, ranks = MESSAGES[name]
     recompute = "full" if "full" in options else "none"
-    arguments = [f"--parallelism.{option}" for option in options if option not in ("full", "adapter")]
+    arguments = [f"--parallelism.{option}" for option in options if option not in ("full", "adapter", "batch")]
+    arguments += ["--training.local_batch_size=8"] * ("batch" in options)
     arguments += ["--adapter.kind=lora", "--adapter.rank=16"] * ("adapter" in options)
     rehearsed, formula = run_alone(messages_of_job, [*arguments, f"--activation_checkpoint.mode={recompute}"], ranks)
     assert formula.keys() == rehearsed.keys()
