@@ -54,7 +54,7 @@ def join_tensors(state: Mapping[str, torch.Tensor], kind: str, weights: Sequence
 
 def _in_peft_order(value: torch.Tensor, weight: str, form: TensorMap) -> torch.Tensor:
     """Order the rows of a B, or of magnitudes, as those of the weight in the Hugging Face format."""
-    return form.rows_to_hf(value) if form.is_reordered(weight) else value
+    return form.rows_to_hf(weight, value) if form.is_reordered(weight) else value
 
 
 def extract_tensor(
@@ -76,7 +76,7 @@ def extract_tensor(
         )
     first, total = form.place(weight, shape[0])
     rows = joined_tensor[first : first + shape[0]] if len(joined_tensor) == total else joined_tensor
-    rows = form.rows_from_hf(rows) if form.is_reordered(weight) and len(rows) == shape[0] else rows
+    rows = form.rows_from_hf(weight, rows) if form.is_reordered(weight) and len(rows) == shape[0] else rows
     if kind != "lora_B" or rows.shape == shape:
         return rows
     block = _cut(rows, 1, len(modules), modules.index(module))
@@ -110,7 +110,7 @@ def to_peft(state: Mapping[str, torch.Tensor], form: TensorMap) -> Tensors:
             peft_tensors[peft_names[0]] = join_tensors(state, kind, joined_weights, form)
         else:
             reordered = kind != "lora_A" and form.is_reordered(weight)
-            peft_tensors[peft_names[0]] = (form.rows_to_hf(value) if reordered else value).contiguous()
+            peft_tensors[peft_names[0]] = (form.rows_to_hf(weight, value) if reordered else value).contiguous()
     return peft_tensors
 
 
@@ -139,7 +139,7 @@ def from_peft(
         else:
             reordered = kind != "lora_A" and form.is_reordered(f"{module}.weight")
             (value,) = parts
-            value = form.rows_from_hf(value) if reordered and value.shape == shape else value
+            value = form.rows_from_hf(f"{module}.weight", value) if reordered and value.shape == shape else value
         if tuple(value.shape) != shape:
             faults.append(f"{peft_names[name][0]} makes {name} of {tuple(value.shape)}, the job's is {shape}")
         ours[name] = value

@@ -300,6 +300,8 @@ class GroupedQueryAttention(nn.Module):
     normalized before rotation (arXiv:2302.05442, as in Qwen 3), with `over_heads` all heads' at once. `bias` applies to
     all four matrices, unless `output_bias` is given for the last one. Scores are scaled by `query_scale` / sqrt(E).
     `growth`: see growth_of_queries. `sinks`: heads have one, see Sinks.
+    `gated`: the output of each head is multiplied by the sigmoid of E further features of wq, which follow the head's
+    query (arXiv:2505.06708).
 
     Letters of the shapes: B samples, S tokens, D width, H query heads, K key/value heads, E = head_dim.
     """
@@ -315,11 +317,12 @@ class GroupedQueryAttention(nn.Module):
         over_heads: bool = False,
         growth: tuple[float, int] = (0.0, 1),
         sinks: bool = False,
+        gated: bool = False,
     ):
         super().__init__()
-        self.growth = growth
+        self.growth, self.gated = growth, gated
         self.head_dim, self.query_scale, self.over_heads = args.head_dim, query_scale, over_heads
-        self.wq = nn.Linear(args.dim, args.n_heads * args.head_dim, bias)
+        self.wq = nn.Linear(args.dim, (1 + gated) * args.n_heads * args.head_dim, bias)
         self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
         self.wv = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias if output_bias is None else output_bias)
@@ -336,6 +339,8 @@ class GroupedQueryAttention(nn.Module):
         if self.over_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [B, S, H or K, E]
+        if self.gated:
+            q, gate = q.unflatten(-2, (-1, 2)).unbind(-2)
         if self.q_norm is not None and not self.over_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.query_scale != 1:
@@ -345,7 +350,8 @@ class GroupedQueryAttention(nn.Module):
         if self.growth[0]:
             q = q * growth_of_queries(shared.positions, *self.growth)[..., None, None].to(q.dtype)
         sinks = None if self.sinks is None else self.sinks()
-        return self.wo(run_attention(self.kernel, q, k, v, shared, sinks))  # [B, S, D]
+        y = run_attention(self.kernel, q, k, v, shared, sinks)
+        return self.wo(y * gate.flatten(-2).sigmoid() if self.gated else y)  # [B, S, D]
 
 
 def growth_of_queries(positions: torch.Tensor, growth: float, period: int) -> torch.Tensor:

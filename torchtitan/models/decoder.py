@@ -85,6 +85,10 @@ DECODER_PLAN = ParallelPlan(
 """Parallel plan of decoders with grouped attention and a gated feed-forward, such as Llama."""
 
 
+NARROWER = ("wo", "w2", "w3", "delta_out")
+"""Last parts of the names of matrices with initial values that are smaller in deeper layers."""
+
+
 class DecoderArgs(Protocol):
     dim: int
     n_layers: int
@@ -214,12 +218,12 @@ class AttentionKind(nn.Module):
     """The properties of attention that layers share: masks and rotations are prepared once for all layers of a kind.
 
     `rotary` is None if positions are learned or there are none. `window`: number of tokens that a token attends to,
-    including itself; 0 for all before it.
+    including itself; 0 for all before it. `kernel`: that of layers which are no attention (models/delta_rule.py).
     """
 
-    def __init__(self, rotary: nn.Module | None = None, window: int = 0):
+    def __init__(self, rotary: nn.Module | None = None, window: int = 0, kernel: Callable[[], nn.Module] | None = None):
         super().__init__()
-        self.rotary, self.window = rotary, window
+        self.rotary, self.window, self.kernel = rotary, window, kernel
 
 
 class Decoder(nn.Module):
@@ -258,7 +262,9 @@ class Decoder(nn.Module):
         kernel: Callable[..., AttentionKernel] = partial(CappedKernel, score_cap) if score_cap else AttentionKernel
         kernel = partial(DropoutKernel, attention_dropout) if attention_dropout else kernel
         # one for all blocks of a kind; it has no state
-        self.kernels = nn.ModuleList(kernel(attention_backend, causal, kind.window) for kind in self.kinds)
+        self.kernels = nn.ModuleList(
+            kind.kernel() if kind.kernel else kernel(attention_backend, causal, kind.window) for kind in self.kinds
+        )
         self.tok_embeddings = nn.Embedding(args.vocab_size, word_dim or args.dim)
         self.noise: nn.Module | None = None  # on embeddings, see dropout.py; on the same pipeline stage as they are
         self.entrance = entrance
@@ -448,4 +454,4 @@ class Decoder(nn.Module):
         if not name.startswith("layers."):
             return Normal(0.02)
         _, layer, *_, matrix = name.removesuffix(".weight").split(".")
-        return Normal(0.02 / (2 * (int(layer) + 1)) ** 0.5 if matrix in ("wo", "w2", "w3") else 0.02)
+        return Normal(0.02 / (2 * (int(layer) + 1)) ** 0.5 if matrix in NARROWER else 0.02)

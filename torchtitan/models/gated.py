@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+from torch import nn
 
 from torchtitan.core.random_draws import Constant, Init, Normal
 from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention
@@ -30,31 +31,18 @@ class GatedDecoder(Decoder):
     """A decoder with sizes of the kind GatedDecoderSizes."""
 
     def __init__(self, args: Any, attention_backend: str = "auto"):
-        norm = norm_of(args)
-
         def block(layer: int, kernel: AttentionKernel) -> ResidualBlock:
-            attention = GroupedQueryAttention(
-                args,
-                kernel,
-                norm if args.qk_norm else None,
-                bias="attention.wq" in args.biases,
-                query_scale=args.query_scale,
-                output_bias="attention.wo" in args.biases,
-                over_heads=args.qk_norm_over_heads,
-                growth=(args.query_growth, args.query_period),
-                sinks=args.sinks,
-            )
-            layer_block = self.build_block(args, layer, attention)
+            layer_block = self.build_block(args, layer, self.build_attention(args, layer, kernel))
             layer_block.residual_multiplier = args.residual_multiplier
             return layer_block
 
         @cache
-        def kind(rope: Rope | None, window: int) -> AttentionKind:
-            return AttentionKind(rope and Rotary(args.rotary_dim, *rope), window)
+        def kind(rope: Rope | None, window: int, kernel: type[nn.Module] | None) -> AttentionKind:
+            return AttentionKind(rope and Rotary(args.rotary_dim, *rope), window, kernel)
 
         windows = [0 if args.is_global(layer) else args.sliding_window for layer in range(args.n_layers)]
-        kinds = [kind(args.rope(layer), window) for layer, window in enumerate(windows)]
-        final_norm = norm(args.dim, args.norm_eps)
+        kinds = [kind(args.rope(layer), window, self.kernel_of(args, layer)) for layer, window in enumerate(windows)]
+        final_norm = norm_of(args)(args.dim, args.norm_eps)
         super().__init__(args, kinds, block, attention_backend, norm=final_norm, score_cap=args.score_cap)
         if args.logit_cap:
             self.output.register_forward_hook(partial(_cap_output, args.logit_cap))
@@ -76,7 +64,27 @@ class GatedDecoder(Decoder):
         return Constant(0.0) if "norm" in name and self.args.zero_centered else super().init_rule(name)
 
     @staticmethod
-    def build_block(args: Any, layer: int, attention: GroupedQueryAttention) -> ResidualBlock:
+    def kernel_of(args: Any, layer: int) -> type[nn.Module] | None:
+        """Return the kernel of a layer that is no attention; None for attention."""
+        return None
+
+    @staticmethod
+    def build_attention(args: Any, layer: int, kernel: AttentionKernel) -> nn.Module:
+        return GroupedQueryAttention(
+            args,
+            kernel,
+            norm_of(args) if args.qk_norm else None,
+            bias="attention.wq" in args.biases,
+            query_scale=args.query_scale,
+            output_bias="attention.wo" in args.biases,
+            over_heads=args.qk_norm_over_heads,
+            growth=(args.query_growth, args.query_period),
+            sinks=args.sinks,
+            gated=args.attention_gate,
+        )
+
+    @staticmethod
+    def build_block(args: Any, layer: int, attention: nn.Module) -> ResidualBlock:
         feed_forward = (GeGLU if args.gelu else SwiGLU)(args.dim, args.ffn_dim, "feed_forward.w1" in args.biases)
         return Block(args, attention, feed_forward, partial(norm_of(args), args.dim, args.norm_eps), args.norm_order)
 

@@ -116,7 +116,7 @@ class CachedDecoder:
         self.model = model
         base_kernels = [kernel.with_backend("sdpa") for kernel in model.kernels]
         kinds = [model.kind_index(int(layer)) for layer in model.layers]
-        self.kernels = [CachingKernel(base_kernels[kind]) for kind in kinds]
+        self.kernels = [_caching(base_kernels[kind]) for kind in kinds]
         # all layers of a kind cache the same tokens, so the mask of the first holds for every one
         model.set_attention_kernels(self.kernels[kinds.index(kind)] for kind in range(len(base_kernels)))
         for block, kernel in zip(model.layers.values(), self.kernels, strict=True):
@@ -146,6 +146,11 @@ class CachedDecoder:
         """Read ids [1, S] after the first `num_cached`, which are cached -> logits [1, S - num_cached, V]."""
         positions = torch.arange(num_cached, ids.shape[1], device=ids.device)[None]
         return self.model(ids[:, num_cached:], positions=positions)
+
+
+def _caching(kernel: nn.Module) -> nn.Module:
+    """Return a kernel that keeps what it needs of earlier tokens: its own, or attention with a cache."""
+    return kernel.caching() if hasattr(kernel, "caching") else CachingKernel(kernel)
 
 
 def context_of(model: Decoder, seq_len: int) -> int:

@@ -103,6 +103,7 @@ WO: Names = ("attention.wo",)
 FEED_FORWARD: Names = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 STACK = "moe.experts"
 SPLIT = dict.fromkeys(("wq", "wk", "wv", "wkv_b", "w1", "w3", "tok_embeddings", HEAD), 0) | {"wo": 1, "w2": 1}
+SPLIT |= dict.fromkeys(("delta_qkvz", "delta_ba", *(f"delta_{part}" for part in "qkvzba")), 0) | {"delta_out": 1}
 """Last part of a linear layer's name -> dimension that tensor parallel splits (0: outputs, 1: inputs)."""
 
 
@@ -140,9 +141,10 @@ def parameters(args: Any) -> list[str]:
     return [*names, *args.end_others]
 
 
-def grouped_attention(dim: int, heads: int, kv_heads: int, head_dim: int) -> Sizes:
+def grouped_attention(dim: int, heads: int, kv_heads: int, head_dim: int, gate: bool = False) -> Sizes:
     q, kv = heads * head_dim, kv_heads * head_dim
-    return {"attention.wq": (q, dim), "attention.wk": (kv, dim), "attention.wv": (kv, dim), "attention.wo": (dim, q)}
+    sizes = {"attention.wq": (q, dim), "attention.wk": (kv, dim), "attention.wv": (kv, dim), "attention.wo": (dim, q)}
+    return sizes | ({"attention.wq": (2 * q, dim)} if gate else {})
 
 
 def ungated(name: str, dim: int, width: int) -> Sizes:
@@ -172,6 +174,7 @@ class GatedDecoderSizes:
     logit_cap = 0.0  # the logits too
     query_growth = 0.0  # after each `query_period` positions queries grow by this times ln(1 + number of periods)
     query_period = 1
+    attention_gate = False  # heads' outputs times the sigmoid of features that wq has in addition
     qk_norm = False  # norms of each head's queries and keys
     qk_norm_over_heads = False  # of all heads' at once
     rotates_adjacent = False  # adjacent features of a head are rotated together in transformers too
@@ -221,9 +224,12 @@ class GatedDecoderSizes:
         """Return theta and scaling of a layer's rotary positions; None if it has none."""
         return self.rope_theta, self.rope_scaling
 
+    def attention_linears(self, layer: int) -> Sizes:
+        """Return the linear layers of a layer's attention, or of what it has in its place."""
+        return grouped_attention(self.dim, self.n_heads, self.num_kv_heads, self.head_dim, self.attention_gate)
+
     def block_linears(self, layer: int) -> Sizes:
-        attention = grouped_attention(self.dim, self.n_heads, self.num_kv_heads, self.head_dim)
-        return attention | gated("feed_forward", self.dim, self.ffn_dim)
+        return self.attention_linears(layer) | gated("feed_forward", self.dim, self.ffn_dim)
 
     @property
     def norm_widths(self) -> dict[str, int]:
@@ -234,9 +240,12 @@ class GatedDecoderSizes:
             return widths | {name: n * self.head_dim for name, n in zip(QK_NORMS, heads, strict=True)}
         return widths | dict.fromkeys(QK_NORMS if self.qk_norm else (), self.head_dim)
 
+    def other_sizes(self, layer: int) -> dict[str, int]:
+        """Return the number of elements of each parameter of a block that is neither a matrix nor a bias of one."""
+        return self.norm_widths | ({SINKS: self.n_heads} if self.sinks else {})
+
     def block_others(self, layer: int) -> Names:
-        sinks = (SINKS,) if self.sinks else ()
-        return (*self.norm_widths, *sinks, *(f"{name}.bias" for name in self.biases))
+        return (*self.other_sizes(layer), *(f"{name}.bias" for name in self.biases))
 
     @property
     def end_others(self) -> Names:
@@ -245,15 +254,20 @@ class GatedDecoderSizes:
     @property
     def num_matmul_parameters(self) -> int:
         """Number of weights that a token is multiplied with: the layers' matrices and the output head (tied or not)."""
-        block = sum(outputs * inputs for outputs, inputs in self.block_linears(0).values())
-        return self.n_layers * block + self.dim * self.vocab_size
+        blocks = (self.block_linears(layer).values() for layer in range(self.n_layers))
+        return sum(outputs * inputs for block in blocks for outputs, inputs in block) + self.dim * self.vocab_size
+
+    @property
+    def num_block_others(self) -> int:
+        """Number of elements of all parameters of the blocks that are no matrices of linear layers or experts."""
+        linears = self.block_linears(0)
+        biases = self.n_layers * sum(linears[name][0] for name in self.biases)
+        return biases + sum(sum(self.other_sizes(layer).values()) for layer in range(self.n_layers))
 
     @property
     def num_parameters(self) -> int:
-        embedding, linear_layers = 0 if self.tied_embeddings else self.vocab_size * self.dim, self.block_linears(0)
-        block = sum(self.norm_widths.values()) + sum(linear_layers[name][0] for name in self.biases)
-        block += self.n_heads if self.sinks else 0
-        return self.num_matmul_parameters + self.n_layers * block + self.dim + embedding
+        embedding = 0 if self.tied_embeddings else self.vocab_size * self.dim
+        return self.num_matmul_parameters + self.num_block_others + self.dim + embedding
 
 
 def layer_spans(layers: Iterable[int], n_layers: int) -> str:

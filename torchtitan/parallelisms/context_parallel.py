@@ -14,6 +14,8 @@ All other modules of a decoder work on single tokens and need only their positio
 """
 
 import math
+from collections.abc import Callable
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -58,19 +60,20 @@ Mask = Any
 def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, method: str, load_balance: bool) -> None:
     """Replace the attention kernels of `model` in place. The model then takes batches from `shard_sequence`.
 
-    Raises JobError if a kernel does not support the method.
+    Kernels of layers that are no attention make their own replacement, `context_parallel(group, layout)`. Raises
+    JobError if a kernel does not support the method.
     """
     for kernel in model.kernels:
-        check_kernel_method(kernel, method)
+        if not hasattr(kernel, "context_parallel"):
+            check_kernel_method(kernel, method)
     layout = build_layout(cp_mesh.size(), method, load_balance)
     group = cp_mesh.get_group()
-    if method == "allgather":
-        model.set_attention_kernels(AllGatherAttention(kernel, group, layout) for kernel in model.kernels)
-    elif method == "ulysses":
-        model.set_attention_kernels(UlyssesAttention(kernel, group, layout) for kernel in model.kernels)
-    else:
-        ring = Ring(group, by_all_to_all=method == "alltoall")
-        model.set_attention_kernels(RingAttention(kernel, group, layout, ring) for kernel in model.kernels)
+    kinds: dict[str, Callable[..., nn.Module]] = {"allgather": AllGatherAttention, "ulysses": UlyssesAttention}
+    kind = kinds.get(method) or partial(RingAttention, ring=Ring(group, by_all_to_all=method == "alltoall"))
+    model.set_attention_kernels(
+        kernel.context_parallel(group, layout) if hasattr(kernel, "context_parallel") else kind(kernel, group, layout)
+        for kernel in model.kernels
+    )
 
 
 def check_kernel_method(kernel: Kernel, method: str) -> None:
@@ -131,6 +134,11 @@ class _GatherSequence(torch.autograd.Function):
         return ctx.layout.ranks * ctx.layout.shard(grad, ctx.rank), None, None
 
 
+def gather_documents(document_ids: torch.Tensor, ranks: int, group_name: str) -> torch.Tensor:
+    """Gather the document ids [B, s] of all ranks -> [ranks, B, s]."""
+    return _all_gather(document_ids.contiguous()[None], ranks, group_name)
+
+
 class ContextParallelAttention(nn.Module):
     """Base class of context-parallel attention around the model's kernel, `inner`.
 
@@ -146,7 +154,7 @@ class ContextParallelAttention(nn.Module):
 
     def gather_documents(self, document_ids: torch.Tensor) -> torch.Tensor:
         """Gather the document ids [B, s] of all ranks -> [ranks, B, s]."""
-        return _all_gather(document_ids.contiguous()[None], self.layout.ranks, self.group_name)
+        return gather_documents(document_ids, self.layout.ranks, self.group_name)
 
 
 class KernelMask(NamedTuple):

@@ -274,8 +274,8 @@ class LocalWeights:
 
 
 class _Column:
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.plain.forward(LocalWeights(self), x)
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return self.plain.forward(LocalWeights(self), *inputs)
 
 
 class _Row:

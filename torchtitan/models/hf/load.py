@@ -250,10 +250,10 @@ def read_part(stored: list[Any], tensor: torch.Tensor, name: str, tensor_map: Te
         return
     before, _ = tensor_map.place(name, shape[0])  # rows before ours in a joint stored tensor
     if tensor_map.is_reordered(name):
-        head, first, last = tensor_map.head_dim, spans[0].start, spans[0].stop
+        head, first, last = tensor_map.rows_of_head(name), spans[0].start, spans[0].stop
         start = first // head * head
         rows = stored[0][(slice(before + start, before + min(-(-last // head) * head, shape[0])), *spans[1:])]
-        local.copy_(tensor_map.rows_from_hf(rows)[first - start : last - start])
+        local.copy_(tensor_map.rows_from_hf(name, rows)[first - start : last - start])
     else:
         spans[0] = slice(spans[0].start + before, spans[0].stop + before)
         transposed = tensor_map.is_transposed(name)

@@ -79,7 +79,7 @@ class TensorMap:
     the part of this prefix that a folder may omit everywhere, as one of a model without a head does.
 
     `interleaved`: names of which the joined ones alternate along the last dimension instead.
-
+    `head_rows`: of a reordered tensor, the rows of each head, where they are not `head_dim`.
     `head`: our names that belong to the task of the model, which a folder of a model for another task lacks.
     `reordered`: tensors with rows in another order, by heads of `head_dim` rows, of which only the first `rotary_dim`
     differ if it is given. `transposed`: matrices stored as
@@ -98,6 +98,7 @@ class TensorMap:
     interleaved: frozenset[str] = frozenset()
     head_dim: int = 0
     rotary_dim: int = 0
+    head_rows: Mapping[str, int] = field(default_factory=dict)
     float32: frozenset[str] = frozenset()
     tied: bool = False
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
@@ -167,7 +168,7 @@ class TensorMap:
                 if name == joined[0]:
                     hf_state[names[0]] = torch.stack([state[key] for key in joined], dim=-1).flatten(-2)
             elif name == joined[0]:
-                parts = [self.rows_to_hf(state[key]) if self.is_reordered(key) else state[key] for key in joined]
+                parts = [self.rows_to_hf(key, state[key]) if self.is_reordered(key) else state[key] for key in joined]
                 value = parts[0] if len(parts) == 1 else torch.cat(parts)
                 hf_state[names[0]] = value.t() if self.is_transposed(name) else value
             hf_state |= {copy: value.clone() for copy in self.copies.get(name, ())}  # files hold no shared memory
@@ -191,7 +192,7 @@ class TensorMap:
             value = value.t() if self.is_transposed(names[0]) else value
             heights = [self.rows.get(_within_layer(name), len(value) // len(names)) for name in names]
             for name, part in zip(names, value.split(heights), strict=True):
-                ours[name] = self.rows_from_hf(part) if self.is_reordered(name) else part
+                ours[name] = self.rows_from_hf(name, part) if self.is_reordered(name) else part
         for name, experts in stacks.items():
             ours[name] = torch.stack([experts[expert] for expert in range(self.n_experts)])
         if self.tied:
@@ -227,18 +228,23 @@ class TensorMap:
         """Return True if the tensor is always stored in float32."""
         return _within_layer(name) in self.float32
 
-    def rows_to_hf(self, weight: torch.Tensor) -> torch.Tensor:
-        """Reorder rows [heads head_dim, ...] from adjacent pairs to halves."""
-        return self._reorder(weight, (-1, 2))
+    def rows_of_head(self, name: str) -> int:
+        """Return the rows of a head in a tensor with rows in another order."""
+        return self.head_rows.get(_within_layer(name), self.head_dim)
 
-    def rows_from_hf(self, weight: torch.Tensor) -> torch.Tensor:
-        """Reorder rows [heads head_dim, ...] from halves to adjacent pairs, the inverse of rows_to_hf."""
-        return self._reorder(weight, (2, -1))
+    def rows_to_hf(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Reorder the rows of whole heads of a tensor, [heads x rows of a head, ...], from adjacent pairs to halves."""
+        return self._reorder(name, weight, (-1, 2))
 
-    def _reorder(self, weight: torch.Tensor, pairs: tuple[int, int]) -> torch.Tensor:
+    def rows_from_hf(self, name: str, weight: torch.Tensor) -> torch.Tensor:
+        """Reorder the rows of whole heads of a tensor from halves to adjacent pairs, the inverse of rows_to_hf."""
+        return self._reorder(name, weight, (2, -1))
+
+    def _reorder(self, name: str, weight: torch.Tensor, pairs: tuple[int, int]) -> torch.Tensor:
         """Transpose the rotated rows of each head as a matrix of this shape."""
-        heads = weight.unflatten(0, (-1, self.head_dim))
-        turned, plain = heads[:, : self.rotary_dim or None], heads[:, self.rotary_dim or self.head_dim :]
+        heads = weight.unflatten(0, (-1, self.rows_of_head(name)))
+        rotated = self.rotary_dim or self.head_dim
+        turned, plain = heads[:, :rotated], heads[:, rotated:]
         turned = turned.unflatten(1, pairs).transpose(1, 2).flatten(1, 2)
         return (torch.cat((turned, plain), dim=1) if plain.numel() else turned).flatten(0, 1)
 

@@ -75,7 +75,7 @@ class TorchtitanNames:
         if ours.endswith(tuple(EXPERTS)):
             return tensor.transpose(1, 2)
         if self.tensor_map is not None and self.tensor_map.is_reordered(ours):
-            return self.tensor_map.rows_from_hf(tensor)
+            return self.tensor_map.rows_from_hf(ours, tensor)
         return tensor
 
     def from_ours(self, ours: str, tensor: torch.Tensor) -> torch.Tensor:
@@ -83,7 +83,7 @@ class TorchtitanNames:
         if ours.endswith(tuple(EXPERTS)):
             return tensor.transpose(1, 2)
         if self.tensor_map is not None and self.tensor_map.is_reordered(ours):
-            return self.tensor_map.rows_to_hf(tensor)
+            return self.tensor_map.rows_to_hf(ours, tensor)
         return tensor
 
 

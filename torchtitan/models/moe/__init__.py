@@ -23,7 +23,6 @@ from torchtitan.models.sizes import (
     check_not_negative,
     check_positive,
     gated,
-    grouped_attention,
 )
 
 ROUTER = "moe.router.gate.weight"
@@ -241,12 +240,8 @@ class GroupedMoEArgs(MoEDecoderArgs, GatedDecoderSizes):
     def aux_loss_factor(self) -> float:
         return self.top_k / self.expert_layers if self.mean_aux_loss else 1.0
 
-    @property
-    def _attention(self) -> Sizes:
-        return grouped_attention(self.dim, self.n_heads, self.n_kv_heads, self.head_dim)
-
     def block_linears(self, layer: int) -> Sizes:
-        return self._attention | self.ffn_linears(layer)
+        return self.attention_linears(layer) | self.ffn_linears(layer)
 
     def block_others(self, layer: int) -> Names:
         routers = (ROUTER, SHARED_GATE) if self.shared_gate and self.n_shared_experts else (ROUTER,)
@@ -254,14 +249,13 @@ class GroupedMoEArgs(MoEDecoderArgs, GatedDecoderSizes):
         return super().block_others(layer) + (routers if STACK in self.ffn_linears(layer) else ())
 
     def _matrices(self, moe: int) -> int:
-        attention = sum(outputs * inputs for outputs, inputs in self._attention.values())
-        return self.n_layers * attention + self._ffn_matrices(moe) + self.dim * self.vocab_size
+        layers = (self.attention_linears(layer).values() for layer in range(self.n_layers))
+        attention = sum(outputs * inputs for layer in layers for outputs, inputs in layer)
+        return attention + self._ffn_matrices(moe) + self.dim * self.vocab_size
 
     @property
     def _norm_parameters(self) -> int:
-        biases = sum(self._attention[name][0] for name in self.biases)
-        biases += self.n_heads if self.sinks else 0
-        return self.n_layers * (sum(self.norm_widths.values()) + biases) + self.dim
+        return self.num_block_others + self.dim
 
 
 PLAIN_SOFTMAX: Mapping[str, Any] = {

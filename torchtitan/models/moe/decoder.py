@@ -10,12 +10,13 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from torchtitan.models.attention import GroupedQueryAttention
+from torch import nn
+
 from torchtitan.models.decoder import ResidualBlock
 from torchtitan.models.family import ConfigConverter
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.gated import PLAN as GATED_PLAN
-from torchtitan.models.gated import GatedDecoder, tensor_map
+from torchtitan.models.gated import GatedDecoder, norm_of, tensor_map
 from torchtitan.models.hf.names import EXPERTS, ROUTER, is_after_layers
 from torchtitan.models.moe import router
 from torchtitan.models.moe.layer import MoEBlock
@@ -27,9 +28,10 @@ class ExpertDecoder(GatedDecoder):
     """A decoder with sizes of the kind GroupedMoEArgs."""
 
     @staticmethod
-    def build_block(args: Any, layer: int, attention: GroupedQueryAttention) -> ResidualBlock:
-        has_experts = STACK in args.ffn_linears(layer)
-        return MoEBlock(args, attention) if has_experts else GatedDecoder.build_block(args, layer, attention)
+    def build_block(args: Any, layer: int, attention: nn.Module) -> ResidualBlock:
+        if STACK in args.ffn_linears(layer):
+            return MoEBlock(args, attention, partial(norm_of(args), args.dim, args.norm_eps))
+        return GatedDecoder.build_block(args, layer, attention)
 
 
 ROUTED = ("moe.router.gate", "moe.experts", "moe.shared_experts.w*", "moe.shared_gate")
