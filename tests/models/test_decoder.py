@@ -98,6 +98,7 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("qwen3", "32B"): 32_762_123_264,
     ("qwen3_moe", "30B-A3B"): 30_532_122_624,
     ("qwen3_moe", "235B-A22B"): 235_093_634_560,
+    ("qwen3_next", "80B-A3B"): 79_674_391_296,  # without multi-token prediction
     ("smollm3", "3B"): 3_075_098_624,
 }
 ACTIVE = {  # parameters that one token uses
@@ -170,7 +171,8 @@ def test_matmul_parameters_are_those_of_linear_layers(family, flavor):
 def test_active_parameters_count_only_the_chosen_experts(family, flavor):
     args, model = SIZES[family][flavor], on_meta(family, flavor)
     assert ACTIVE.get((family, flavor), args.num_active_parameters) == args.num_active_parameters
-    others = ("norm.weight", "bias", "sinks.weight", "tok_embeddings.weight")
+    others = ("norm.weight", "bias", "sinks.weight", "log_rate", "tok_embeddings.weight")
+    others += tuple(f"conv_{part}.weight" for part in "qkv")
     outside = sum(p.numel() for name, p in model.named_parameters() if name.endswith(others))
     of_experts = sum(p.numel() for name, p in model.named_parameters() if "experts.w" in name and "bias" in name)
     idle_experts = args.n_experts - args.top_k

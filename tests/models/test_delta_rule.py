@@ -126,17 +126,17 @@ def test_packed_documents_equal_documents_alone():
     starts = tokens_before(ids_of(*lengths)) == 0
     packed, state = delta_rule(*inputs, starts)
     parts = [delta_rule(*part) for part in zip(*(x.split(lengths, dim=1) for x in inputs), strict=True)]
-    alone = torch.cat([outputs for outputs, _ in parts], dim=1)
-    equal((packed, state), (alone, parts[-1][1]))
-    equal(gradients(packed, inputs), gradients(alone, inputs))
+    separate = torch.cat([outputs for outputs, _ in parts], dim=1)
+    equal((packed, state), (separate, parts[-1][1]))
+    equal(gradients(packed, inputs), gradients(separate, inputs))
 
 
 def test_the_map_of_a_row_composes():
     """Two parts of a row give the state and the outputs of the whole row, from any state."""
     first, second = draw(4, length=20), draw(5, length=33)
-    whole = [torch.cat(pair, dim=1) for pair in zip(first, second, strict=True)]
-    state = torch.randn_like(zero_state(into_chunks(*whole)))
-    expected, last = delta_rule(*whole, state=state)
+    joined = [torch.cat(pair, dim=1) for pair in zip(first, second, strict=True)]
+    state = torch.randn_like(zero_state(into_chunks(*joined)))
+    expected, last = delta_rule(*joined, state=state)
     for part in (first, second):
         chunks = into_chunks(*part)
         outputs, after = scan(chunks, state)

@@ -140,6 +140,10 @@ def test_factors_of_low_rank_adapters_are_trained(shape):
         ("glm4", {"rotary_dim": 7}, "rotary_dim = 7: must be even"),
         ("glm4", {"rotary_dim": 10}, "rotary_dim = 10: must be at most head_dim = 8"),
         ("glm4_moe", {"rotary_dim": 7}, "rotary_dim = 7: must be even"),
+        ("qwen3_5", {"rotary_dim": 18}, "rotary_dim = 18: must be at most head_dim = 16"),
+        ("qwen3_5", {"full_interval": 0}, "full_interval = 0: must be at least 1"),
+        ("qwen3_next", {"conv_taps": 0}, "conv_taps = 0: must be at least 1"),
+        ("qwen3_next", {"delta_value_heads": 3}, "delta_value_heads = 3 with delta_key_heads = 2.*multiple"),
         ("mixtral", {"sliding_window": -1}, "sliding_window = -1: must not be negative"),
         ("mixtral", {"top_k": 7}, "top_k = 7 with n_experts = 6"),
         ("gpt_oss", {"sliding_window": 0}, "sliding_window = 0: must be at least 1"),
@@ -223,6 +227,12 @@ def test_impossible_sizes_are_refused(shape, change, message):
         ("gpt_oss", {"layer_types": ["full_attention", "sliding_attention"] * 2}, "layer_types"),
         ("gpt_oss", {"experts_per_token": 2}, "num_experts_per_tok"),
         ("gpt_oss", {"initial_context_length": 32}, "the length before the scaling"),
+        ("qwen3_next", {"shared_expert_intermediate_size": 24}, "allowed: a multiple of moe_intermediate_size = 16"),
+        ("qwen3_next", {"moe_intermediate_size": 0}, "allowed: a multiple of moe_intermediate_size = 0"),
+        ("qwen3_next", {"decoder_sparse_step": 2}, "decoder_sparse_step = 2, but this model only has 1"),
+        ("qwen3_next", {"layer_types": ["linear_attention"] * 2}, "layer_types = .*allowed: 3 entries"),
+        ("qwen3_5", {"attention_bias": True}, "attention_bias = True, but this model only has False"),
+        ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate = False"),
         ("qwen2_moe", {"qkv_bias": None}, "qkv_bias = None; allowed: true or false"),
         *((shape, {"hidden_act": "relu"}, "hidden_act = 'relu'") for shape in GATED),
         *((shape, {"attention_sinks": 4}, "attention_sinks") for shape in GATED),
@@ -234,7 +244,7 @@ def test_a_config_of_another_model_is_refused(shape, change, message):
 
 
 @pytest.mark.parametrize("n_layers", [1, 3])
-@pytest.mark.parametrize("shape", ["mixtral", "mixtral window", "qwen2_moe", "gpt_oss"])
+@pytest.mark.parametrize("shape", ["mixtral", "mixtral window", "qwen2_moe", "gpt_oss", "qwen3_next"])
 def test_the_auxiliary_loss_of_experts_is_that_of_transformers(shape, n_layers):
     """Of a sequence, as the mean over the layers; transformers joins the layers before it judges their balance."""
     spec, args, reference, config_class = parts(shape)
@@ -244,7 +254,7 @@ def test_the_auxiliary_loss_of_experts_is_that_of_transformers(shape, n_layers):
     tokens = tokens_for(args, 1, 20)
     spec.balance.set_aux_loss_scale(model, 1 / tokens.numel())
     (0 * model(tokens)).sum().backward()
-    logits = hf_model(tokens, output_router_logits=True).router_logits
+    logits = hf_model(tokens, output_router_logits=True, use_cache=False).router_logits
     losses = [
         sys.modules[reference.__module__].load_balancing_loss_func((of_layer,), args.n_experts, args.top_k)
         for of_layer in logits
@@ -268,6 +278,11 @@ def test_the_auxiliary_loss_of_experts_is_that_of_transformers(shape, n_layers):
             "n_shared_experts = 0: transformers' Qwen 2 with experts has at least 1",
         ),
         ("glm4_moe", {"score": "softmax"}, "score = 'softmax': transformers' GLM 4 only has 'sigmoid'"),
+        (
+            "qwen3_next",
+            {"n_shared_experts": 0},
+            "n_shared_experts = 0: transformers' Qwen 3-Next has at least 1",
+        ),
         ("mixtral", {"normalize_top_k": False}, "normalize_top_k = False: transformers' Mixtral only has True"),
         ("gpt_oss", {"score": "sigmoid"}, "score = 'sigmoid': transformers' gpt-oss only has 'softmax'"),
     ],

@@ -14,6 +14,7 @@ from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
+from torchtitan.models.qwen3_next.model import Qwen3Next, Qwen35
 
 MODELS = {
     "llama, grouped heads": (Llama, LLAMA["llama3.1"]),
@@ -23,6 +24,8 @@ MODELS = {
     "mistral, a window": (Mistral, MISTRAL["window"]),
     "gemma2, capped scores": (Gemma2, GATED["gemma2"]),
     "gemma3, windows in some layers": (Gemma3, GEMMA3["plain"]),
+    "qwen3_next, a state in most layers": (Qwen3Next, GATED["qwen3_next"]),
+    "qwen3_5, a state in most layers": (Qwen35, GATED["qwen3_5"]),
     "qwen3_moe": (Qwen3MoE, QWEN3_MOE["published"]),
 }
 

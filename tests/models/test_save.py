@@ -38,6 +38,8 @@ FAMILIES = [
     "qwen2_moe",
     "glm4_moe",
     "gpt_oss",
+    "qwen3_next",
+    "qwen3_5",
     "opt 350M",
     "qwen2",
     "qwen3",

@@ -8,9 +8,10 @@ from torchtitan.adapters.targets import packed_bytes
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.manager import load
 from torchtitan.job import ResolvedJob
-from torchtitan.planner.frozen_base import FrozenBase, adapter_obstacle
+from torchtitan.planner.frozen_base import FrozenBase
+from torchtitan.planner.plan import planning_obstacle
 
-LORA = ("--model.name=llama3", "--model.flavor=debugmodel", "--model.tokenizer_path=bytes", "--adapter.rank=4")
+LORA = ("--model.flavor=debugmodel", "--model.tokenizer_path=bytes", "--adapter.rank=4")
 
 
 def resolved(*options):
@@ -46,10 +47,11 @@ def test_sizes_are_those_of_a_model(kind, target, dtype):
         (("--adapter.kind=lora", '--adapter.target=["output", "*.wq"]'), "the same targets in all layers"),
         (("--adapter.kind=lora", '--adapter.target=["layers.0.*"]'), "the same targets in all layers"),
         (('--training.unfrozen=["*norm*"]',), "training.unfrozen: the formulas"),
+        (("--model.name=qwen3_5",), "model.name = 'qwen3_5': the formulas do not describe layers with the delta rule"),
         (("--adapter.kind=qlora",), ""),
         ((), ""),
     ],
 )
-def test_other_choices_of_trained_parameters_are_left_to_the_rehearsal(options, text):
-    obstacle = adapter_obstacle(resolved(*options).model)
+def test_models_and_trained_parameters_without_formulas_are_left_to_the_rehearsal(options, text):
+    obstacle = planning_obstacle(resolved(*options).model)
     assert text in obstacle and bool(obstacle) == bool(text)

@@ -140,7 +140,7 @@ def table() -> list[Combination]:
     """Return all rows of the table."""
     rows = data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks() + adapters()
     rows += float8() + gpt2() + roberta() + neurocache() + embedding_noise() + rope_scaling() + group_attention()
-    rows += windows_of_some_layers() + gated_families()
+    rows += windows_of_some_layers() + gated_families() + delta_nets()
     return once_in_float32(dict.fromkeys(row if row.pp > 1 else replace(row, microbatch_size=2) for row in rows))
 
 
@@ -613,6 +613,28 @@ def capped() -> list[Combination]:
     rows += [Combination(**COMPOSED["PP 2"], **exact, schedule=s, loss_chunks=2) for s in ("1F1B", "ZBVZeroBubble")]
     rows += [Combination(**COMPOSED["PP 2"], **gemma, schedule="DualPipeV", recompute="full")]
     return rows + [Combination(**COMPOSED[name], **exact) for name in ("FSDP 2 x TP 2", "PP 2 x TP 2", "CP 2 x TP 2")]
+
+
+def delta_nets() -> list[Combination]:
+    """Rows of families with the delta rule, whose state passes over the parts of a sequence and ends with documents."""
+    rows = []
+    for model in ("qwen3_5", "qwen3_next"):
+        plain, exact = dict(model=model), dict(model=model, microbatch_size=1, document_mask=True)
+        rows += [Combination(**LAYOUTS[name], **plain) for name in ("FSDP 2", "DDP 2")]
+        rows += [Combination(**LAYOUTS["FSDP 2"], **exact, recompute="op", accumulation=2)]
+        rows += [Combination(**COMPOSED[name], **plain) for name in ("TP 2", "CP 2", "PP 2")]
+        rows += [Combination(**COMPOSED["TP 2"], **exact, sequence_parallel=False, recompute="op")]
+        rows += [Combination(**COMPOSED["CP 2"], **exact, balance=balance) for balance in (True, False)]
+        rows += [Combination(**COMPOSED["CP 2 x TP 2"], **exact), Combination(**COMPOSED["PP 2 x CP 2"], **exact)]
+        rows += [Combination(**COMPOSED["FSDP 2 x TP 2"], **plain, recompute="full")]
+        rows += [Combination(**layout, **plain, adapter="lora") for layout in (LAYOUTS["FSDP 2"], COMPOSED["TP 2"])]
+    rows += [Combination(**COMPOSED["CP 2"], model="qwen3_5", method=m, document_mask=True) for m in METHODS[1:]]
+    rows += [Combination(**COMPOSED["CP 2"], model="qwen3_5", recompute=mode) for mode in ("full", "op")]
+    rows += [Combination(**COMPOSED["PP 2"], model="qwen3_5", schedule=s) for s in ("ZBVZeroBubble", "DualPipeV")]
+    experts = dict(model="qwen3_next", microbatch_size=1, document_mask=True)
+    rows += [Combination(**EXPERT_LAYOUTS[name], **experts) for name in ("FSDP 2", "CP 2", "TP 2", "HSDP 2x2")]
+    overlap = dict(schedule="DualPipeV", overlap=True)
+    return rows + [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **experts, **overlap)]
 
 
 def group_attention() -> list[Combination]:

@@ -28,6 +28,11 @@ TENSOR = [
         "16, n_kv_heads 16, feed-forward width 768: 1, 2; write one of these, or fill it up: model.overrides = "
         "{vocab_size = 260}",
     ),
+    (
+        [TP + "4", "--model.name=qwen3_5", "--model.overrides={delta_key_heads = 2}"],
+        "tensor_parallel_degree: given 4, which does not divide delta_key_heads 2; allowed: a divisor of it and "
+        "n_heads 8, n_kv_heads 4, feed-forward width 768, vocab_size 2048: 1, 2; write one of these",
+    ),
     (  # seq_len need not be a multiple of what tensor parallel cannot be
         [TP + "3"],
         "tensor_parallel_degree: given 3, which does not divide n_heads 16 and n_kv_heads 16 and vocab_size 2048; "

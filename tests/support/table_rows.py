@@ -35,6 +35,8 @@ TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 5e-2}
 FAMILIES = {**MODELS, **other_families.MODELS}
 MICRO_SIZE = dict(dim=48, n_heads=4, vocab_size=104)
 LATENT = dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
+DELTA = dict(n_kv_heads=2, head_dim=16, rotary_dim=8, full_interval=2, delta_key_heads=2, delta_value_heads=4)
+DELTA |= dict(delta_key_dim=8, delta_value_dim=12)
 # the weight of the auxiliary loss is a hundred times the usual one, to be visible in the gradients
 MICRO_SIZES = {
     "llama2": dict(multiple_of=16),
@@ -55,6 +57,8 @@ MICRO_SIZES = {
     "glm": dict(n_kv_heads=2, head_dim=16, rotary_dim=8, ffn_dim=96),
     "glm4": dict(n_kv_heads=2, head_dim=16, rotary_dim=8, ffn_dim=96),
     "glm4_moe": dict(n_kv_heads=2, head_dim=16, rotary_dim=8, ffn_dim=96, expert_dim=32, qk_norm=True),
+    "qwen3_next": DELTA | dict(expert_dim=32, aux_loss_weight=0.1),
+    "qwen3_5": DELTA | dict(ffn_dim=96),
     "opt": dict(ffn_dim=96, max_seq_len=32, order="post", embed_dim=32),
     "phi3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7),
     "phi4": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
@@ -191,6 +195,11 @@ def assembled(row: Combination, frozen_dtype: torch.dtype | None = None) -> Para
     return model
 
 
+def strides(tensor: torch.Tensor) -> list[int]:
+    """Return the strides of the dimensions in which a tensor has several elements."""
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size > 1]
+
+
 def run_row(
     row: Combination, frozen_dtype: torch.dtype | None = None
 ) -> tuple[float, float, dict[str, np.ndarray], float, dict[str, float]]:
@@ -213,7 +222,7 @@ def run_row(
     )
     assert all(p.grad is None for _, p in model.named_parameters() if not p.requires_grad)
     trained = [p for _, p in model.named_parameters() if p.requires_grad]
-    assert all(p.grad.stride() == p.stride() for p in trained), (
+    assert all(strides(p.grad) == strides(p) for p in trained), (
         "fused optimizers need equal strides of parameter and gradient"
     )
     assert {tensor.dtype for p in trained for tensor in (p, p.grad)} <= {DTYPE[row.precision]}

@@ -20,6 +20,7 @@ from torchtitan.models.qwen2 import Qwen2Args
 from torchtitan.models.qwen2_moe import Qwen2MoEArgs
 from torchtitan.models.qwen3 import Qwen3Args
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
+from torchtitan.models.qwen3_next import Qwen3NextArgs, Qwen35Args
 from torchtitan.models.roberta import RobertaArgs
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.models.smollm3 import SmolLM3Args
@@ -190,6 +191,9 @@ _GPT_OSS = GptOssArgs(
     sliding_window=5,
     swiglu_limit=0.2,  # some gates are larger
 )
+_DELTA: dict = dict(n_layers=3, full_interval=2, delta_key_heads=2, delta_value_heads=4, delta_key_dim=8)
+_DELTA |= dict(delta_value_dim=6, head_dim=16, rotary_dim=8)
+_QWEN3_NEXT = Qwen3NextArgs(**_TINY_EXPERTS | _DELTA)
 _EXPERTS = {
     "glm4_moe": replace(_GLM4_MOE, qk_norm=True, n_groups=4, top_groups=2, group_score="top2", route_scale=2.5),
     "glm4_moe without biases": replace(
@@ -204,6 +208,10 @@ _EXPERTS = {
     "qwen2_moe": _QWEN2_MOE,
     "qwen2_moe windows": replace(_QWEN2_MOE, n_layers=3, sliding_window=5, window_layers="0,2"),
     "qwen3_moe window": Qwen3MoEArgs(**_TINY_EXPERTS, sliding_window=5),
+    "qwen3_next": _QWEN3_NEXT,
+    "qwen3_next tied": replace(
+        _QWEN3_NEXT, delta_key_heads=4, conv_taps=2, full_interval=3, tied_embeddings=True, normalize_top_k=False
+    ),
     "qwen2_moe without biases": replace(_QWEN2_MOE, qkv_bias=False, normalize_top_k=True, n_shared_experts=1),
 }
 _GATED = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, vocab_size=64, max_seq_len=128)
@@ -239,6 +247,8 @@ GATED = {
         logit_cap=0.0,
         tied_embeddings=False,
     ),
+    "qwen3_5": Qwen35Args(**_GATED | _DELTA, rope_theta=5000.0),
+    "qwen3_5 tied": Qwen35Args(**_GATED | _DELTA | dict(n_layers=2), tied_embeddings=True, conv_taps=3),
     "granite tied, biased": GraniteArgs(**_GATED, tied_embeddings=True, attention_bias=True, mlp_bias=True),
     **_EXPERTS,
 }

@@ -33,6 +33,7 @@ from torchtitan.models.qwen2 import FAMILY as QWEN2
 from torchtitan.models.qwen2_moe import FAMILY as QWEN2_MOE
 from torchtitan.models.qwen3 import FAMILY as QWEN3
 from torchtitan.models.qwen3_moe import FAMILY as QWEN3_MOE
+from torchtitan.models.qwen3_next import DELTA_NETS
 from torchtitan.models.roberta import FAMILY as ROBERTA
 from torchtitan.models.smollm3 import FAMILY as SMOLLM3
 
@@ -55,6 +56,7 @@ FAMILIES: dict[str, Family] = {
     "qwen2_moe": QWEN2_MOE,
     "qwen3": QWEN3,
     "qwen3_moe": QWEN3_MOE,
+    **DELTA_NETS,
     "roberta": ROBERTA,
     "smollm3": SMOLLM3,
 }

@@ -35,12 +35,12 @@ CHUNK = DELTA_CHUNK
 
 
 class Chunks(NamedTuple):
-    """What the recurrence over the chunks needs of each, [R, G, J, N, ...]."""
+    """The terms of the recurrence over the chunks, each [R, G, J, N, ...]."""
 
     queries: torch.Tensor  # [.., C, K], decayed since the state before the chunk
     keys: torch.Tensor  # [.., C, K], decayed until the state after the chunk
     values: torch.Tensor  # U, [.., C, V]: the corrections if the state before is zero
-    reads: torch.Tensor  # W, [.., C, K]: what they lose, W S, for the state S before
+    factors: torch.Tensor  # W, [.., C, K]: what they lose, W S, for the state S before
     scores: torch.Tensor  # [.., C, C], of queries and keys of the chunk, causal and decayed
     decay: torch.Tensor  # [.., 1, 1], of the state over the chunk
 
@@ -84,15 +84,15 @@ def into_chunks(
     sides = torch.cat((strength * v, strength * since * k), dim=-1)
     # only what is below the diagonal counts, and ones on it
     solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    values, reads = solved.split((width, solved.shape[-1] - width), dim=-1)
-    return Chunks(q * since, k * until, values, reads, (q @ k.mT) * pairs, since[..., -1:, :])
+    values, factors = solved.split((width, solved.shape[-1] - width), dim=-1)
+    return Chunks(q * since, k * until, values, factors, (q @ k.mT) * pairs, since[..., -1:, :])
 
 
 def scan(chunks: Chunks, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Run the recurrence from a state [R, G, J, K, V] -> outputs [R, G, J, N, C, V], and the state after it."""
     outputs = []
-    for queries, keys, values, reads, scores, decay in _each(chunks):
-        corrections = values - reads @ state
+    for queries, keys, values, factors, scores, decay in _by_chunk(chunks):
+        corrections = values - factors @ state
         outputs.append(queries @ state + scores @ corrections)
         state = decay * state + keys.mT @ corrections
     return torch.stack(outputs, dim=3), state
@@ -103,12 +103,12 @@ def affine_map(chunks: Chunks) -> torch.Tensor:
     width = chunks.keys.shape[-1]
     identity = torch.eye(width, dtype=chunks.keys.dtype, device=chunks.keys.device)
     state = F.pad(identity, (chunks.values.shape[-1], 0))
-    for _, keys, values, reads, _, decay in _each(chunks):
-        state = decay * state + keys.mT @ (F.pad(values, (0, width)) - reads @ state)
+    for _, keys, values, factors, _, decay in _by_chunk(chunks):
+        state = decay * state + keys.mT @ (F.pad(values, (0, width)) - factors @ state)
     return state
 
 
-def _each(chunks: Chunks) -> Iterator[tuple[torch.Tensor, ...]]:
+def _by_chunk(chunks: Chunks) -> Iterator[tuple[torch.Tensor, ...]]:
     """Return the tensors of each chunk, without N."""
     # unbind, and not x[..., n]: its backward stacks the gradients
     return zip(*(x.unbind(3) for x in chunks), strict=True)
@@ -169,10 +169,10 @@ class CausalConvolution(nn.Module):
         x_wide, last = x.to(wide), self.taps - 1
         y = torch.zeros_like(x_wide[:, last:])
         for tap, weight in enumerate(self.weight.flatten(1).to(wide).unbind(1)):
-            seen = x_wide[:, tap : tap + y.shape[1]]
+            shifted = x_wide[:, tap : tap + y.shape[1]]
             if before is not None and tap < last:
-                seen = seen.masked_fill((before < last - tap)[..., None], 0)
-            y = y + seen * weight
+                shifted = shifted.masked_fill((before < last - tap)[..., None], 0)
+            y = y + shifted * weight
         return y.to(x.dtype)
 
 
@@ -271,11 +271,11 @@ class ContextParallelDelta(DeltaKernel):
 
     def _states(self, maps: torch.Tensor, width: int) -> torch.Tensor:
         """Return the states before the rows, [R, G, J, K, V], of the `affine_map` of each, V = `width`."""
-        own = maps.unflatten(0, (-1, len(self.places)))
-        everyone = self._gather(own.flatten(2)[:, :, None]).squeeze(2).unflatten(2, own.shape[2:])
-        state = torch.zeros_like(everyone[:, 0, ..., :width])
+        pieces = maps.unflatten(0, (-1, len(self.places)))
+        all_maps = self._gather(pieces.flatten(2)[:, :, None]).squeeze(2).unflatten(2, pieces.shape[2:])
+        state = torch.zeros_like(all_maps[:, 0, ..., :width])
         states = [state]
-        for added, factor in (step.split((width, step.shape[-1] - width), dim=-1) for step in everyone.unbind(1)):
+        for added, factor in (step.split((width, step.shape[-1] - width), dim=-1) for step in all_maps.unbind(1)):
             state = factor @ state + added
             states.append(state)
         # of all pieces, so that each rank's backward takes part in that of the gathering

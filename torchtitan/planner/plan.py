@@ -31,6 +31,9 @@ def planning_obstacle(model: JobModel) -> str:
     name, task = model.model.name, model.task.kind
     if not hasattr(model.args, "block_linears"):
         return f"model.name = {name!r}: the formulas are of decoders; `torchtitan estimate` predicts its memory"
+    if getattr(model.args, "n_delta_layers", 0):
+        reason = "the formulas do not describe layers with the delta rule; `torchtitan estimate` predicts its memory"
+        return f"model.name = {name!r}: {reason}"
     if obstacle := adapter_obstacle(model):
         return obstacle
     if task not in ("pretrain", "sft"):

@@ -222,7 +222,7 @@ def groups_fit_the_model(facts: Facts) -> Iterator[Fault]:
         return
     args, name = facts.model.args, facts.config.model.name
     obstacles = {"sliding_window": "a sliding window", "attention_dropout": "attention_dropout"}
-    obstacles |= {"score_cap": "capped attention scores"}
+    obstacles |= {"score_cap": "capped attention scores", "n_delta_layers": "layers without attention"}
     obstacles = {key: description for key, description in obstacles.items() if getattr(args, key, 0)}
     for key, description in obstacles.items():
         remedy = "write 0" + _or_without(args, key)
