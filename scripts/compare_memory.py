@@ -1,6 +1,6 @@
 """Compare the memory that the formula predicts with rehearsals, on random legal plans of models of published widths.
 
-    python scripts/compare_memory.py --count 200 [--seed 1] [--kinds dense|experts|all|adapters]
+    python scripts/compare_memory.py --count 200 [--seed 1] [--kinds dense|experts|all|adapters|optimizers]
 
 Prints each plan that differs by more than 3 % of the rehearsed peak, and how many do. Takes about 2 s a plan.
 """
@@ -8,20 +8,27 @@ Prints each plan that differs by more than 3 % of the rehearsed peak, and how ma
 import argparse
 import statistics
 import sys
+from functools import partial
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from tests.support.memory_plans import MODELS, adapter_plan, memory_plan
+from tests.support.memory_plans import MODELS, adapter_plan, memory_plan, optimizer_plan
 from torchtitan.config.manager import load
 from torchtitan.job import ResolvedJob
 from torchtitan.planner.estimate import predict, worst
 from torchtitan.planner.memory.closed_form import predict_memory
 
 GIB, TOLERANCE = 2**30, 0.03
-KINDS = {"dense": MODELS[:6], "experts": MODELS[6:], "all": MODELS, "adapters": None}
+KINDS = {
+    "dense": partial(memory_plan, models=MODELS[:6]),
+    "experts": partial(memory_plan, models=MODELS[6:]),
+    "all": memory_plan,
+    "adapters": adapter_plan,
+    "optimizers": optimizer_plan,
+}
 
 
 def main() -> int:
@@ -32,9 +39,9 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     errors = []
-    models = KINDS[options.kinds]
+    plan = KINDS[options.kinds]
     for number in range(options.count):
-        ranks, arguments = memory_plan(options.seed, number, models) if models else adapter_plan(options.seed, number)
+        ranks, arguments = plan(options.seed, number)
         job = ResolvedJob(load(arguments), ranks, "cuda")
         predicted, rehearsed = predict_memory(job).total, worst(predict(job))
         errors.append(predicted / rehearsed.peak - 1)

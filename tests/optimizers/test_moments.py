@@ -22,7 +22,7 @@ from torchtitan.core.fused import Fused
 from torchtitan.optimizers import OPTIMIZERS, adam_step
 from torchtitan.optimizers.adam_step import add_with_lost, stochastically_rounded
 from torchtitan.optimizers.build import build_optimizers
-from torchtitan.optimizers.layout import ELSEWHERE, ON_CPU, Layout, by_owners, piece_size, pieces
+from torchtitan.optimizers.layout import ON_CPU, Layout, by_owners, pieces_of
 from torchtitan.optimizers.moments import BLOCK, Adam, Packed, code_table, codebook, nearest_codes
 
 SETTINGS = dict(lr=0.01, weight_decay=0.1, shared=dict(beta1=0.9, beta2=0.95, eps=1e-8))
@@ -156,12 +156,12 @@ def test_pieces_of_a_shard_step_as_all_of_it_bit_for_bit(name, options, dtype, m
         assert torch.equal(part, tensor)
 
 
-def test_few_pieces_are_rehearsed():
-    """Rows are counted in whole: the embedding's 128256 are 16 of 8016."""
+def test_one_piece_is_rehearsed():
     with FakeTensorMode():
-        embedding, small = torch.empty(128256, 4096), torch.empty(300, 4096)
-    assert len(list(pieces(embedding.shape, piece_size(embedding)))) == 16
-    assert piece_size(small) == ELSEWHERE and piece_size(torch.empty(300, 4096)) == ON_CPU
+        embedding = torch.empty(128256, 4096)
+    assert list(pieces_of(embedding)) == [(slice(0, 512),)]
+    assert len(list(pieces_of(torch.empty(128, 4096)))) == 2
+    assert len(list(pieces_of(torch.empty(2**12, 256), 256))) == 4
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])

@@ -5,7 +5,7 @@ import operator
 
 import pytest
 
-from tests.support.memory_plans import MODELS, adapter_plan, memory_plan, memory_plans
+from tests.support.memory_plans import MODELS, adapter_plan, memory_plan, memory_plans, optimizer_plan
 from tests.support.pool import run_alone
 from torchtitan.config.manager import load
 from torchtitan.core.hardware import load_hardware
@@ -187,6 +187,7 @@ SAMPLES = {
     ],
     "experts": [memory_plan(1, index, EXPERTS) for index in (0, 7)],
     "replicas": [(2, [f"--{name}={value}" for name, value in REPLICAS.items()]), memory_plan(1, 102)],
+    "optimizers": [optimizer_plan(1, index) for index in (0, 2)],
     "units": [memory_plan(1, index) for index in (8, 24, 41, 128, 151)],
     "last blocks": [memory_plan(1, index) for index in (78, 72)],
     "stages": [*(memory_plan(1, index) for index in (28, 60, 127, 132, 149, 154, 187)), memory_plan(2, 0)],

@@ -23,6 +23,27 @@ MODELS = (
 RECOMPUTE = (("none", "op"), ("full", "op"), ("selective", "op"), ("selective", "2"))
 ADAPTED_MODELS = (("llama3", "8B"), ("llama3", "70B"), ("llama3.2", "1B"), ("qwen3", "8B"), ("llama2", "7B"))
 TARGETS = ('["all-linear"]', '["*.wq","*.wv"]', '["*attention*"]', '["*feed_forward*"]')
+OPTIMIZERS = (
+    ("AdamW", "", ""),
+    ("AdamW", "foreach", ""),
+    ("Adam", "for-loop", ""),
+    ("AdamW8bit", "", ""),
+    ("AdamWBF16", "", ""),
+    ("Adafactor", "", "{}"),
+    ("Adafactor", "", "{beta1 = 0.9}"),
+    ("Lion", "", ""),
+    ("SGD", "", "{}"),
+    ("SGD", "for-loop", "{momentum = 0.9, nesterov = true}"),
+    ("Muon", "", "{}"),
+    ("Muon", "", '{precision = "float32", nesterov = false}'),
+    ("APOLLO", "", "{rank = 256}"),
+    ("APOLLO", "", '{rank = 1, per = "tensor"}'),
+    ("GaLore", "", "{rank = 256}"),
+    ("GaLore", "", '{rank = 64, basis = "svd", residual = "fira"}'),
+    ("GaLore", "", '{rank = 128, side = "full", inner = "adamw_8bit", basis = "rsvd"}'),
+    ("GaLore", "", '{rank = 128, inner = "adafactor", basis = "power"}'),
+)
+"""Names, implementations and options."""
 NOT_READ = ("model.tokenizer_path", "training.dataset", "data.")
 """Prefixes of options with faults that do not matter, as nothing is trained."""
 
@@ -35,6 +56,19 @@ def memory_plan(seed: int, index: int, models: tuple[tuple[str, str], ...] = MOD
 def adapter_plan(seed: int, index: int) -> tuple[int, list[str]]:
     """Return the number of ranks and the command line of a legal job with an adapter."""
     return _first_legal(f"{seed}/{index}", _proposed_adapter)
+
+
+def optimizer_plan(seed: int, index: int) -> tuple[int, list[str]]:
+    """Return the number of ranks and the command line of a legal job with any optimizer, with or without an adapter."""
+
+    def propose(chooser: random.Random) -> tuple[int, list[str]]:
+        ranks, arguments = _proposed_adapter(chooser) if chooser.random() < 0.25 else _proposed(chooser, MODELS)
+        name, implementation, options = chooser.choice(OPTIMIZERS)
+        settings = {"name": name, "implementation": implementation, "options": options}
+        arguments = [argument for argument in arguments if not argument.startswith("--optimizer.name")]
+        return ranks, [*arguments, *(f"--optimizer.{key}={value}" for key, value in settings.items() if value)]
+
+    return _first_legal(f"optimizers {seed}/{index}", propose)
 
 
 def _first_legal(seed: str, propose: Callable[[random.Random], tuple[int, list[str]]]) -> tuple[int, list[str]]:

@@ -10,7 +10,7 @@ from pydantic import Field
 
 from torchtitan.config.options import Option
 from torchtitan.core.registry import Registry
-from torchtitan.optimizers import spec
+from torchtitan.optimizers import spec, step_sizes
 from torchtitan.optimizers.spec import LAYER_MATRICES, SHARED, TORCHS, OptimizerSpec
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -56,15 +56,17 @@ _built_in = {
         },
         state=_by_shape,
         state_size=spec.adafactor,
+        step_size=step_sizes.adafactor,
         sums=True,
     ),
-    "Adam": OptimizerSpec(make="torchtitan.optimizers.build:adam", **_adam),
-    "AdamW": OptimizerSpec(make="torchtitan.optimizers.build:adamw", **_adam),
+    "Adam": OptimizerSpec(make="torchtitan.optimizers.build:adam", step_size=step_sizes.adam, **_adam),
+    "AdamW": OptimizerSpec(make="torchtitan.optimizers.build:adamw", step_size=step_sizes.adamw, **_adam),
     "AdamW8bit": OptimizerSpec(
         make="torchtitan.optimizers.by_parameter:AdamW8bit",
         shared=SHARED,
         state=_by_shape,
         state_size=spec.adam_8bit,
+        step_size=step_sizes.in_pieces(7),
         sums=True,
     ),
     "AdamWBF16": OptimizerSpec(
@@ -78,6 +80,7 @@ _built_in = {
         needs_names=True,
         only_in="bfloat16",
         state=lambda options: 3 if options["rounding"] == "kahan" else 2,
+        step_size=step_sizes.in_pieces(7),
     ),
     "APOLLO": OptimizerSpec(
         make="torchtitan.optimizers.galore:APOLLO",
@@ -92,6 +95,7 @@ _built_in = {
         needs_names=True,
         state=_by_shape,
         state_size=spec.apollo,
+        step_size=step_sizes.apollo,
         sums=True,
     ),
     "GaLore": OptimizerSpec(
@@ -125,6 +129,7 @@ _built_in = {
         needs_names=True,
         state=_by_shape,
         state_size=spec.galore,
+        step_size=step_sizes.galore,
         measures=("basis_energy", "basis_overlap"),
         sums=True,
         excluded=_one_sided,
@@ -136,6 +141,7 @@ _built_in = {
             "beta2": Option(Decay, 0.99, "Decay of the running mean."),
         },
         state=lambda options: 1,
+        step_size=step_sizes.in_pieces(1),
     ),
     "Muon": OptimizerSpec(
         make="torchtitan.optimizers.muon:Muon",
@@ -152,6 +158,7 @@ _built_in = {
         needs_names=True,
         state=_by_shape,
         state_size=spec.muon,
+        step_size=step_sizes.muon,
         sums=True,
     ),
     "SGD": OptimizerSpec(
@@ -162,6 +169,7 @@ _built_in = {
         },
         implementations=_UNFUSED,
         state=lambda options: 1 if options["momentum"] else 0,
+        step_size=step_sizes.sgd,
         excluded=_nesterov,
     ),
 }

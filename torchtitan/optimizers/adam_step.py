@@ -16,7 +16,7 @@ import torch
 from torchtitan.core import random_draws
 from torchtitan.core.fused import NEVER, Fused
 from torchtitan.optimizers import moments
-from torchtitan.optimizers.layout import ON_CPU, Index, Layout, local, piece_size, pieces
+from torchtitan.optimizers.layout import ON_CPU, Index, Layout, local, pieces_of
 from torchtitan.optimizers.moments import BLOCK, Adam, AdamNumbers, Columns, Options, Packed, State
 
 F = TypeVar("F", bound=Callable)
@@ -71,10 +71,7 @@ class Shard(NamedTuple):
 
     def pieces(self) -> Iterator["Shard"]:
         """Yield all pieces, of whole rows if moments are packed."""
-        size, shape = piece_size(self.weight), self.weight.shape
-        if self.packing is not None:
-            size, shape = max(1, size // max(1, shape[-1])), shape[:-1]
-        return map(self.at, pieces(shape, size))
+        return map(self.at, pieces_of(self.weight, 1 if self.packing is None else self.weight.shape[-1]))
 
 
 def step_by_adam(

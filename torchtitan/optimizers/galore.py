@@ -26,7 +26,7 @@ from torchtitan.core import random_draws
 from torchtitan.core.errors import JobError
 from torchtitan.optimizers import moments
 from torchtitan.optimizers import projection as bases
-from torchtitan.optimizers.by_parameter import ByParameter, add, decay_of, gradient_of, plain_step
+from torchtitan.optimizers.by_parameter import ByParameter, add, begin_moments, decay_of, gradient_of, plain_step
 from torchtitan.optimizers.layout import Layout, by_owners
 from torchtitan.optimizers.moments import Moments, Options, State
 from torchtitan.optimizers.projection import Projection, limited
@@ -94,9 +94,13 @@ class GaLore(ByParameter):
         due = []
         for group in self.param_groups:
             for name, parameter in _named_parameters(group):
-                if parameter.grad is None or not self.sides[parameter]:
+                if parameter.grad is None:
                     continue
                 state = self.state[parameter]
+                if not self.sides[parameter]:
+                    # before the refresh, so that the first one needs as much memory as later ones
+                    begin_moments(self.inner, parameter, state, group)
+                    continue
                 if not state:
                     self.begin(parameter, state, group)
                 if state["updates"] >= state["refresh_at"]:

@@ -7,7 +7,7 @@ for gathers. So the same code runs on one device and under every plan.
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
-from itertools import product
+from itertools import islice, product
 from math import prod
 from typing import Any, TypeVar
 
@@ -17,7 +17,8 @@ import torch.nn.functional as F
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from torchtitan.torch_internals.dispatch import FakeTensor
+from torchtitan.optimizers.step_sizes import PIECE
+from torchtitan.torch_internals.dispatch import FakeTensor, unset_fake_temporarily
 from torchtitan.torch_internals.dtensor import StridedShard, local_shape_and_offset_at
 
 T = TypeVar("T")
@@ -45,6 +46,7 @@ class Layout:
         coordinate = None if self.mesh is None else self.mesh.get_coordinate()
         return self.box(coordinate or ())
 
+    @unset_fake_temporarily()  # torch reads offsets from tensors, whose values a rehearsal would make up
     def box(self, coordinate: Sequence[int]) -> Box:
         """Return the shape of the shard at a coordinate of the mesh, and its offset in the full tensor."""
         if self.mesh is None:
@@ -345,20 +347,20 @@ class Owners:
                 dist.broadcast(tensor, group=self.mesh.get_group(axis), group_src=coordinate)
 
 
-ON_CPU, ELSEWHERE = 2**18, 2**21
-"""Elements of a piece: a temporary in float32 takes 1 MiB, which stays in the cache of a CPU, or 8 MiB."""
-FEWEST_REHEARSED = 16
-"""Pieces of a large shard without values."""
+ON_CPU = 2**18
+"""Elements of a piece on a CPU: a temporary in float32 takes 1 MiB, which stays in its cache, and elsewhere 8 MiB."""
 
 Index = tuple[slice, ...]
 
 
-def piece_size(shard: torch.Tensor) -> int:
-    """Return the number of elements of a piece of a shard of any shape."""
-    if isinstance(shard, FakeTensor):
-        # In a rehearsal an operator takes 0.2 ms at any size, so there are few pieces, yet small against the shard.
-        return max(ELSEWHERE, shard.numel() // FEWEST_REHEARSED)
-    return ON_CPU if shard.device.type == "cpu" else ELSEWHERE
+def pieces_of(shard: torch.Tensor, row: int = 1) -> Iterator[Index]:
+    """Yield indices that cut a shard of any shape into pieces, of whole rows if its last dimension is a `row`.
+
+    A rehearsal gets the first piece alone: the others allocate as much, and free it.
+    """
+    size = ON_CPU if shard.device.type == "cpu" and not isinstance(shard, FakeTensor) else PIECE
+    indices = pieces(shard.shape if row == 1 else shard.shape[:-1], max(1, size // max(1, row)))
+    return islice(indices, 1) if isinstance(shard, FakeTensor) else indices
 
 
 def pieces(shape: Sequence[int], size: int) -> Iterator[Index]:

@@ -9,7 +9,7 @@ import torch
 
 from torchtitan.core.fused import NEVER, Fused
 from torchtitan.optimizers.by_parameter import ByParameter, decay_of
-from torchtitan.optimizers.layout import local, piece_size, pieces
+from torchtitan.optimizers.layout import local, pieces_of
 from torchtitan.optimizers.moments import Options, State
 
 
@@ -48,7 +48,7 @@ def _step(
 
 def _step_in_pieces(weight: torch.Tensor, gradient: torch.Tensor, mean: torch.Tensor, *numbers: float) -> None:
     """Do as `_step`, a piece after the other."""
-    for index in pieces(weight.shape, piece_size(weight)):
+    for index in pieces_of(weight):
         _step(weight[index], gradient[index], mean[index], *numbers)
 
 

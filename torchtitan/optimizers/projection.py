@@ -18,6 +18,7 @@ import torch
 from torchtitan.core.fused import NEVER, Fused
 from torchtitan.optimizers.layout import Layout
 from torchtitan.optimizers.moments import State
+from torchtitan.torch_internals.dispatch import FakeTensor
 
 OVERSAMPLED = 8
 """Extra directions of a random sketch."""
@@ -38,7 +39,8 @@ def fit(
     It has at most as many directions as the matrix. `before`: the previous basis of that side, of the same shape.
     `noise(shape)`: random normals, for sketches. Computed in float64 on a CPU and in float32 elsewhere.
     """
-    matrix = matrix.to(torch.float64 if matrix.device.type == "cpu" else torch.float32)
+    has_values = not isinstance(matrix, FakeTensor)  # else it stands for one of a GPU
+    matrix = matrix.to(torch.float64 if matrix.device.type == "cpu" and has_values else torch.float32)
     oriented = matrix if side == "right" else matrix.T  # so that the basis consists of rows
     before = before if before is None or side == "right" else before.T
     basis = METHODS[method](oriented, rank, before, noise)

@@ -59,6 +59,9 @@ class OptimizerSpec:
     """Number of state values per element of a parameter, given its options; None if that depends on shapes."""
     state_size: Callable[[Mapping[str, Any], str, tuple[int, ...]], StateSize] | None = None
     """State of a parameter, given the options, the parameter's name and full shape; used if `state` returns None."""
+    step_size: Callable[..., Any] | None = None
+    """What a step allocates and frees for a parameter, a StepSize (step_sizes.py), given the options with weight_decay
+    and the flags of the implementation, the parameter's name, full shape and RankShare. None: next to nothing."""
     only_in: str | None = None
     """The only training.dtype that it supports; None: any."""
     measures: tuple[str, ...] = ()

@@ -330,10 +330,14 @@ class _Measurement(StepObserver):
             self._count_messages(next(self.times))
         elif part in (CLIPPING, OPTIMIZER, AFTER_UPDATE):
             self._count_messages()
-        if part == OPTIMIZER:
-            self.live.end()
         if part in (FORWARD_BACKWARD, CLIPPING, OPTIMIZER):
             self.moments[part] = self.live.peak
+        if part == OPTIMIZER:
+            # the first step makes its state between its temporaries, and a later one has all of it from the start
+            self.live.forget_peak()
+            self.rehearsal.optimizers.step()
+            self.moments[part] = max(self.moments[part], self.live.peak, key=Counter.total)
+            self.live.end()
 
     def _count_messages(self, times: int = 1) -> None:
         axes = self.rehearsal.groups

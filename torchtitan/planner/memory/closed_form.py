@@ -117,7 +117,7 @@ def moments(sizes: RankSizes) -> Iterator[Bytes]:
             yield moment if sizes.in_pipeline else _sizes(**{**moment, "gradients": 0.0})
         return
     state = _sizes(parameters=sizes.parameters, optimizer=sizes.optimizer)
-    yield state + _sizes(gradients=sizes.gradients)  # the optimizer's step
+    yield state + _sizes(gradients=sizes.gradients, optimizer=sizes.optimizer_work)  # the optimizer's step
     yield from (state + moment for moment in (_in_pipeline(sizes) if sizes.in_pipeline else _without_pipeline(sizes)))
 
 

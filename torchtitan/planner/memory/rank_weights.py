@@ -3,14 +3,17 @@
 Imports no torch.
 """
 
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
+from math import prod
 from typing import Any, NamedTuple
 
 from torchtitan.models.moe import BIASES
-from torchtitan.models.sizes import SINKS, STACK, Sizes, split_side
+from torchtitan.models.sizes import HEAD, SINKS, STACK, Sizes, split_side
 from torchtitan.optimizers import OPTIMIZERS
-from torchtitan.optimizers.spec import SHARED
+from torchtitan.optimizers.spec import SHARED, OptimizerSpec, Shape, StateSize
+from torchtitan.optimizers.step_sizes import RankShare, StepSize
 from torchtitan.parallelisms.degrees import expert_shards
 from torchtitan.planner.frozen_base import FrozenBytes
 from torchtitan.planner.memory.rank_layout import RankLayout, kinds_of_layers
@@ -26,6 +29,19 @@ class Unit(NamedTuple):
     """All of its gradients, at the peak of their reduction."""
     gradients: float
     """Its gradients after their reduction."""
+
+
+class OptimizerBytes(NamedTuple):
+    """Bytes of the optimizer's state of some parameters, and of a StepSize for all of them."""
+
+    state: float = 0.0
+    passing: float = 0.0
+    lasting: float = 0.0
+
+    @classmethod
+    def total(cls, parts: Sequence["OptimizerBytes"]) -> "OptimizerBytes":
+        passing = max((part.passing for part in parts), default=0.0)
+        return cls(sum(part.state for part in parts), passing, sum(part.lasting for part in parts))
 
 
 @cache
@@ -152,19 +168,82 @@ class RankWeights(RankLayout):
     def gradients(self) -> float:
         return self.shard * self.stored_bytes
 
+    # Optimizer
+
     @cached_property
     def optimizer(self) -> float:
-        spec, options = OPTIMIZERS[self.job.config.optimizer.name], self.job.config.optimizer
-        shared = {key: getattr(options, key) for key in SHARED}
-        resolved = spec.arguments(shared, options.options)
-        moments = spec.state(resolved)
-        if moments is not None:
-            return moments * self.gradients
-        if spec.state_size is None:
+        """Bytes of the optimizer's state."""
+        moments = self._optimizer.state(self._optimizer_options)
+        return self._optimizer_steps.state if moments is None else moments * self.gradients
+
+    @property
+    def optimizer_work(self) -> float:
+        """Bytes that the optimizer's step allocates and frees, at their peak."""
+        if self._optimizer.step_size is None or self._optimizer_options.get("fused"):
             return 0.0
-        size = spec.state_size(resolved, "layers.0.feed_forward.w1.weight", (self.args.dim, self.args.dim))
-        share = self.shard / self.args.dim**2
-        return share * (size.values * self.stored_bytes + size.bytes) + share * self.shards * size.everywhere
+        return self._optimizer_steps.passing + self._optimizer_steps.lasting
+
+    @property
+    def _optimizer(self) -> OptimizerSpec:
+        return OPTIMIZERS[self.job.config.optimizer.name]
+
+    @cached_property
+    def _optimizer_options(self) -> dict[str, Any]:
+        """The optimizer's options, those of its groups and the flags of its implementation."""
+        options, spec = self.job.config.optimizer, self._optimizer
+        resolved = spec.arguments({key: getattr(options, key) for key in SHARED}, options.options)
+        default, *_ = spec.implementations
+        flags = spec.implementations[options.implementation or default]
+        return resolved | flags | {"weight_decay": options.weight_decay}
+
+    @cached_property
+    def _optimizer_steps(self) -> "OptimizerBytes":
+        """Bytes of the step of all parameters. The stages of a pipeline rank step one after the other."""
+        of_kind = {layer: self._stepped(self._parameters(layer)) for layer in self.kinds}
+        by_stage = []
+        for stage in self.stages:
+            parts = [of_kind[self._representative(layer)] for layer in stage]
+            ends = (0 in stage) + (self.args.n_layers - 1 in stage and not self.tied)
+            by_stage.append(OptimizerBytes.total([*parts, *[self._stepped_end] * ends]))
+        work = max(by_stage, key=lambda step: step.passing + step.lasting)
+        return work._replace(state=sum(step.state for step in by_stage))
+
+    @cached_property
+    def _stepped_end(self) -> "OptimizerBytes":
+        """Bytes of the step of the embedding, or of the head."""
+        if not self.trained_end:
+            return OptimizerBytes()
+        shape, share = (self.args.vocab_size, self.args.dim), 1 / (self.tp * self.shards)
+        return self._stepped([(f"{HEAD}.weight", shape, share)])
+
+    def _stepped(self, parameters: Iterable[tuple[str, Shape, float]]) -> "OptimizerBytes":
+        spec, options, steps = self._optimizer, self._optimizer_options, []
+        sharding = (self.layout.replicas, self.shards) if self.fully_sharded else ()
+        axes = sum(degree > 1 for degree in (*sharding, self.tp))
+        for name, shape, share in parameters:
+            size = StateSize() if spec.state_size is None else spec.state_size(options, name, shape)
+            state = share * (size.values * self.stored_bytes + size.bytes) + size.everywhere * self.stored_bytes
+            of_rank = RankShare(share * prod(shape), self.stored_bytes, axes)
+            work = StepSize() if spec.step_size is None else spec.step_size(options, name, shape, of_rank)
+            steps.append(OptimizerBytes(state, work.passing, work.lasting))
+        return OptimizerBytes.total(steps)
+
+    def _parameters(self, layer: int) -> Iterator[tuple[str, Shape, float]]:
+        """Yield the name, the full shape and this rank's share of each trained parameter of a layer."""
+        linears, block = self.args.block_linears(layer), f"layers.{layer}."
+        adapted = {} if self.base is None else self.base.adapted(linears)
+        for name, (outputs, inputs) in linears.items():
+            by_side = {side: 1 / self.shards / (self.tp if side == split_side(name) else 1) for side in (0, 1)}
+            if self.base is not None and name in adapted:
+                yield f"{block}{name}.lora_A", (self.base.options.rank, inputs), by_side[1]
+                yield f"{block}{name}.lora_B", (outputs, self.base.options.rank), by_side[0]
+            elif self.base is None and name == STACK:
+                share = 1 / (self.layout.ep * self.expert_shards)
+                yield from ((f"{block}{name}.w{i}", (self.args.n_experts, inputs, outputs), share) for i in (1, 2, 3))
+            elif self.base is None:
+                yield f"{block}{name}.weight", (outputs, inputs), min(by_side.values())
+        for name in self.args.block_others(layer) if self.base is None else ():
+            yield block + name, (round(_size(self.args, name, linears, self.tp)),), 1 / self.shards
 
     # Gathered parameters
 
