@@ -28,6 +28,8 @@ COMPUTING = ("train", "bench", "sweep", "generate", "evaluate", "chat", "replay"
 """Commands that compute with the tensors of a model, or whose processes do."""
 DOWNLOADING = (*(name for name in COMPUTING if name != "train"), "convert", "prepare", "presets", "preview", "download")
 """Commands that download what a job or a folder names on the hub; `train` does so in its launcher or first rank."""
+SIZING = ("plan", "estimate", "rehearse")
+"""Commands that download the sizes and the tokenizer of a job's model, without weights and records."""
 CRASHED, REFUSED, INTERRUPTED, OUTPUT_CLOSED = 1, 2, 130, 141
 
 
@@ -70,6 +72,8 @@ def _dispatch(argv: list[str]) -> int:
         use_huge_pages()
     if command in DOWNLOADING:
         set_access(Access.DOWNLOAD)
+    elif command in SIZING:
+        set_access(Access.SIZES)
     with no_gc_during_imports():
         main = resolve_name(function_of(command))
     return main(arguments)

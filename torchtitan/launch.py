@@ -19,10 +19,11 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError, print_help_if_requested
 from torchtitan.config.sections.run import Job
 from torchtitan.core.errors import JobError, wrap_lines
-from torchtitan.core.hub import Access, set_access
+from torchtitan.core.hub import Access, set_access, take_commits
 from torchtitan.core.machine_errors import MachineError
 from torchtitan.launcher import slurm
 from torchtitan.launcher.hangs import HangLimits
+from torchtitan.launcher.messages import Start
 from torchtitan.launcher.monitor import RankMonitor
 from torchtitan.launcher.multi_node import LATE_SECONDS, Coordinator, Worker
 from torchtitan.launcher.nodes import Nodes, use_head_interface
@@ -181,8 +182,9 @@ class LocalRanks:
     def follow(self, worker: Worker, nodes: Nodes) -> int:
         """Run the job as the launcher of the first machine orders."""
 
-        def start(port: int, restart: Restart | None) -> RankMonitor:
-            return self.start(worker, restart, replace(nodes, port=port), None)
+        def start(order: Start) -> RankMonitor:
+            agree_on_commits(order.commits, self.arguments, nodes.count * self.number)
+            return self.start(worker, order.restart, replace(nodes, port=order.port), None)
 
         rejoin_seconds = self.config.job.rejoin_seconds if self.restarts else 0
         return follow_coordinator(start, self.queue, worker, rejoin_seconds)
@@ -220,6 +222,15 @@ def run_as_worker(nodes: Nodes, num_ranks: int, arguments: list[str], queue: Sig
         return REFUSED
     stop_signal = worker.join(queue, config.comm.init_timeout_seconds)
     return 128 + stop_signal if stop_signal else LocalRanks(config, arguments, num_ranks, queue).follow(worker, nodes)
+
+
+def agree_on_commits(commits: dict[str, str], arguments: list[str], world_size: int) -> None:
+    """Take the first machine's commits of the job's sources on the hub, and download those that differ here, as where a
+    branch has moved on in between. If they are not to be had, the ranks refuse the job for the reason printed here."""
+    if take_commits(commits):
+        config, faults = load_and_check(arguments, world_size)
+        if config is None:
+            print(faults, file=sys.stderr)
 
 
 def _folder_of(arguments: list[str]) -> str:

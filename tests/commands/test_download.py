@@ -69,6 +69,53 @@ def test_a_job_from_the_hub_is_checked_downloaded_trained_and_resumed(tmp_path, 
     assert (run / "config.toml").read_text().count(commit) == 3
 
 
+SCRIPT = """
+import sys
+from torchtitan.engine import Engine
+with Engine.from_job(sys.argv[1]) as engine:
+    engine.forward_backward(next(engine.data))
+    engine.optim_step()
+"""
+
+
+def test_planners_download_sizes_alone_and_an_engine_all(tmp_path, model_files):
+    texts = {path.name: path.read_bytes() for path in write_texts(tmp_path / "texts").parent.iterdir()}
+    (weights,) = [name for name in model_files if name.endswith(".safetensors")]
+    job = tmp_path / "job.toml"
+    job.write_text(f"""
+        [job]
+        dump_folder = "{tmp_path / "run"}"
+        [model]
+        flavor = "from_hf"
+        hf_folder = "hf://owner/model"
+        tokenizer_path = "hf://owner/model"
+        [checkpoint]
+        enable = true
+        initial_load_path = "hf://owner/model"
+        [training]
+        steps = 1
+        seq_len = 32
+        local_batch_size = 2
+        dataset = "text"
+        dataset_path = "hf://owner/texts"
+    """)
+    with hub_server() as (hub, address):
+        hub.publish("models", "owner/model", model_files)
+        hub.publish("datasets", "owner/texts", texts)
+        environment = {"HF_ENDPOINT": address, "HF_HOME": str(tmp_path / "home"), "HF_HUB_OFFLINE": "0"}
+
+        def transfers():
+            return [len(hub.transfers(name)) for name in ("config.json", weights, *texts)]
+
+        planned = torchtitan("plan", str(job), "--gpus=1", "--gpu=h100-80", **environment)
+        assert planned.returncode == 0, planned.stderr
+        assert transfers() == [1, 0, *[0] * len(texts)]
+        command = [sys.executable, "-c", SCRIPT, str(job)]
+        script = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True)
+        assert script.returncode == 0, script.stderr
+        assert transfers() == [1] * (2 + len(texts))
+
+
 def test_download_takes_sources_only(capsys):
     assert cli.main(["download", "owner/name"]) == 2
     assert "owner/name: allowed: hf://owner/name, or hf://datasets/owner/name; write it so" in capsys.readouterr().err

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from tests.support.hub_server import hub_server
+from torchtitan import launch
 from torchtitan.core import hub
 from torchtitan.core.errors import JobError
 from torchtitan.core.hub import (
@@ -81,6 +82,15 @@ def test_a_tokenizer_comes_without_weights_and_they_are_added_later(server):
     path = local_path(NAME, "tokenizer")
     assert not os.path.exists(f"{path}/model.safetensors")
     assert local_path(NAME, "weights") == path and os.path.exists(f"{path}/model.safetensors")
+
+
+def test_sizes_come_without_weights_and_records(server):
+    server.publish("models", "owner/name", MODEL)
+    server.publish("datasets", "owner/name", RECORDS)
+    set_access(Access.SIZES)
+    path = local_path(NAME, "weights")
+    assert names_in(Path(path)) == ["config.json", "tokenizer.json"]
+    assert local_path(NAME, "records") == NAME and not server.transfers("data/train.jsonl")
 
 
 def cache_of_another_program(monkeypatch, tmp_path):
@@ -344,6 +354,20 @@ def test_ranks_take_the_commit_of_their_launcher(server):
     HubSource.parse(NAME, "weights").download()
     set_access(Access.CACHE_ONLY)
     assert local_path(NAME, "weights") == path
+
+
+def test_another_machine_takes_the_commit_of_the_first(server, monkeypatch):
+    """The branch has moved on before it downloaded; then it downloads what the first machine has."""
+    first = server.publish("models", "owner/name", MODEL)
+    of_first = {NAME: first}
+    second = server.publish("models", "owner/name", MODEL | {"config.json": b'{"a": 1}'})
+    assert local_path(NAME, "weights").endswith(second)
+    downloads = []
+    monkeypatch.setattr(launch, "load_and_check", lambda arguments, ranks: (downloads.append(ranks) or True, ""))
+    launch.agree_on_commits({NAME: second}, [], 4)
+    assert not downloads
+    launch.agree_on_commits(of_first, [], 4)
+    assert downloads == [4] and local_path(NAME, "weights").endswith(first)
 
 
 def test_a_rank_of_torchrun_waits_for_the_first(server, monkeypatch):

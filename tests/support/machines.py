@@ -43,7 +43,7 @@ def start(restart):
     nodes, listener = company.order_start(restart)
     return watched(restart, nodes.port, listener)
 if index:
-    sys.exit(follow_coordinator(lambda port, restart: watched(restart, port), queue, company, {rejoin}))
+    sys.exit(follow_coordinator(lambda order: watched(order.restart, order.port), queue, company, {rejoin}))
 code = supervise(start, queue, lambda: {budget}, newest, company, {rejoin}).code
 company.end_run(code)
 sys.exit(code)

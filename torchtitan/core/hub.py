@@ -52,6 +52,7 @@ class Access(Enum):
     DESCRIBE = 1  # ask the hub what would be downloaded
     DOWNLOAD = 2
     WAIT = 3  # until another process of this machine has downloaded it
+    SIZES = 4  # download configurations and tokenizers alone
 
 
 _access = Access.CACHE_ONLY
@@ -232,24 +233,29 @@ def pinned(source: HubSource, recorded: dict[str, str]) -> HubSource:
     if source.is_pinned:
         return source
     commit = None if source.revision else recorded.get(replace(source, path="").key)
-    commit = commit or _commits_of_launcher().get(source.key)
+    commit = commit or chosen_commits().get(source.key)
     return source if commit is None else source.at(commit)
 
 
 def local_path(text: str, purpose: str, recorded: dict[str, str] | None = None) -> str:
     """Return the path in the cache of a source, which is downloaded where this process may.
 
-    `recorded`: see `pinned`. Raises JobError.
+    With Access.SIZES, of weights the folder without them, and the text of records. `recorded`: see `pinned`. Raises
+    JobError.
     """
     require_client(text)
     source = HubSource.parse(text, purpose)
+    if _access is Access.SIZES:
+        if source.purpose == "records":
+            return text
+        source = replace(source, purpose="sizes")
     pinned_source = pinned(source, recorded or {})
     folder, end = pinned_source.find(), time.monotonic() + WAIT_SECONDS
     while folder is None and _access is Access.WAIT and time.monotonic() < end:
         time.sleep(1)
         folder = pinned_source.find()
     missing = pinned_source.missing_files() if folder is None and _access is Access.DESCRIBE else None
-    if folder is None and _access is not Access.DOWNLOAD and missing != []:
+    if folder is None and _access not in (Access.DOWNLOAD, Access.SIZES) and missing != []:
         remedy = f"`torchtitan download {pinned_source}` fetches it"
         if missing is not None:
             size = format_bytes(sum(file.file_size for file in missing))
@@ -264,7 +270,7 @@ def local_path(text: str, purpose: str, recorded: dict[str, str] | None = None) 
             f"{source}: it is now commit {folder.name}, and the run began with {before}; write {source.at(before)} to "
             "go on with that, or give another job.dump_folder"
         )
-    os.environ[COMMITS] = json.dumps(_commits_of_launcher() | {source.key: folder.name})
+    os.environ[COMMITS] = json.dumps(chosen_commits() | {source.key: folder.name})
     return str(folder / source.path) if source.path else str(folder)
 
 
@@ -282,8 +288,16 @@ def require_client(text: str) -> None:
         raise JobError(f"{text} needs huggingface_hub 2 or newer, not {huggingface_hub.__version__}; {remedy}")
 
 
-def _commits_of_launcher() -> dict[str, str]:
+def chosen_commits() -> dict[str, str]:
+    """Return the commits that this process or its launcher has chosen, by source."""
     return json.loads(os.environ.get(COMMITS, "{}"))
+
+
+def take_commits(commits: dict[str, str]) -> bool:
+    """Take the commits that the first machine has chosen. Return whether this one had chosen others."""
+    before = chosen_commits()
+    os.environ[COMMITS] = json.dumps(before | commits)
+    return any(before.get(key, commit) != commit for key, commit in commits.items())
 
 
 def as_source(text: str) -> str:

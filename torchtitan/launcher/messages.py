@@ -9,7 +9,7 @@ PROTOCOL is increased with every change of what launchers send, so that two vers
 
 import importlib.metadata
 import json
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from functools import cached_property
 from typing import Annotated, Any, ClassVar, Literal, Union
 
@@ -20,7 +20,7 @@ from torchtitan.launcher.hangs import ExitReport, PlainName
 from torchtitan.process.exit import STOP_SIGNALS
 from torchtitan.process.ranks import Restart
 
-PROTOCOL = 2
+PROTOCOL = 3
 MAX_TEXT = 1 << 20
 """Characters of a text. `clip_text` cuts what may be longer."""
 
@@ -48,6 +48,8 @@ Machine = Annotated[int, Field(ge=0, lt=1 << 20)]
 StopSignal = Annotated[int, AfterValidator(_check_signal)]
 Port = Annotated[int, Field(gt=0, lt=1 << 16)]
 Hex256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
+Commit = Annotated[str, Field(pattern="^[0-9a-f]{40}$")]
+SourceText = Annotated[str, Field(pattern="^hf://", max_length=1000)]
 VersionText = Annotated[str, Field(max_length=100)]
 
 
@@ -157,6 +159,8 @@ class Start(Message):
     port: Port
     """Of the ranks' store."""
     restart: Restart | None
+    commits: dict[SourceText, Commit] = field(default_factory=dict)
+    """Of the sources on the hub, as the first machine has chosen them."""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from torchtitan.core.errors import JobError
+from torchtitan.core.hub import chosen_commits
 from torchtitan.launcher import admission
 from torchtitan.launcher.admission import Admission, CoordinatorUnreachable, connect, refuse_connection
 from torchtitan.launcher.connection import Connection
@@ -227,7 +228,7 @@ class Coordinator:
             return self.nodes, None
         listener = listen(self.nodes, 0)
         nodes = replace(self.nodes, port=listener.getsockname()[1])
-        self._broadcast(Start(attempt=self.attempt, port=nodes.port, restart=restart))
+        self._broadcast(Start(attempt=self.attempt, port=nodes.port, restart=restart, commits=chosen_commits()))
         return nodes, listener
 
     def report_event(self, event: Event) -> None:

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from torchtitan.core.machine_errors import MachineError
 from torchtitan.launcher.hangs import ExitReport, combine_reports
-from torchtitan.launcher.messages import Ended, Leave, Stop
+from torchtitan.launcher.messages import Ended, Leave, Start, Stop
 from torchtitan.launcher.monitor import RankMonitor
 from torchtitan.launcher.multi_node import QUIET_SECONDS, Coordinator, Lost, Worker
 from torchtitan.launcher.processes import SignalQueue
@@ -147,11 +147,11 @@ def _pause(queue: SignalQueue, seconds: float, coordinator: Coordinator) -> int 
 
 
 def follow_coordinator(
-    start: Callable[[int, Restart | None], RankMonitor], queue: SignalQueue, worker: Worker, rejoin_seconds: float = 0
+    start: Callable[[Start], RankMonitor], queue: SignalQueue, worker: Worker, rejoin_seconds: float = 0
 ) -> int:
     """Start and end ranks as the first machine orders, on any other machine; return the exit code of the run.
 
-    `start` gets the port of the ranks' store. If the first machine is lost, this one tries to reconnect for up to
+    `start` gets the order. If the first machine is lost, this one tries to reconnect for up to
     `rejoin_seconds`.
     """
     timeout = None
@@ -167,7 +167,7 @@ def follow_coordinator(
             if order.text:
                 print_error(order.text)
             return order.code
-        monitor = start(order.port, order.restart)
+        monitor = start(order)
         report = monitor.exit_report(monitor.wait())
         worker.report_event(Ended(report=report))
         timeout = 2 * QUIET_SECONDS

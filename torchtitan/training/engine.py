@@ -23,6 +23,7 @@ from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
 from torchtitan.core.callbacks import Callback
+from torchtitan.core.hub import Access, set_access
 from torchtitan.guards import BadStep, RollBack
 from torchtitan.launcher.processes import StopRequests
 from torchtitan.launcher.rank import StopSignals, begin_run, report_end, start_rank
@@ -99,10 +100,12 @@ class Engine(Run):
         """Build the engine of a job: a TOML file or the name of a shipped job, nested tables, or a JobConfig.
 
         `callbacks`: they run after those of the job. `options`: values of further options, by names with a dot:
-        `**{"training.steps": 5}`. The launcher or torchrun sets the number of ranks; else it is 1. Raises ConfigError
-        with all faults of the job.
+        `**{"training.steps": 5}`. The launcher or torchrun sets the number of ranks; else it is 1. The first rank of a
+        machine downloads what the job names on the hub. Raises ConfigError with all faults of the job.
         """
-        ranks, config = start_rank(), manager.load_from(source, options)
+        ranks = start_rank()
+        set_access(Access.WAIT if ranks.local_rank else Access.DOWNLOAD)
+        config = manager.load_from(source, options)
         if faults := check(config, ranks.world_size, distributed.device_type()):
             raise ConfigError(faults)
         with ExitStack() as resources:
