@@ -99,7 +99,7 @@ PUBLISHED = {
     | {"attention_dropout": 0.0},
     "glm": {"attention_dropout": 0.0, "use_cache": True, "rope_theta": 10000.0},
     "glm4": {"attention_dropout": 0.0, "use_cache": True, "transformers_version": "4.52.0.dev0"},
-    "granite": {"attention_dropout": 0.0, "rope_scaling": None, "use_cache": True},
+    "granite": {"attention_dropout": 0.1, "rope_scaling": None, "use_cache": True},
     "ministral3": {"attention_dropout": 0.0, "use_cache": True, "sliding_window": None},
     "olmo2": {"attention_dropout": 0.0, "rope_scaling": None, "use_cache": True},
     "olmo3": {"attention_dropout": 0.0, "use_cache": True},

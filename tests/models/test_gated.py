@@ -183,6 +183,7 @@ def test_impossible_sizes_are_refused(shape, change, message):
             {"rope_parameters": {"llama_4_scaling_beta": "1"}},
             "llama_4_scaling_beta = '1'; allowed: a",
         ),
+        ("granite", {"attention_dropout": 1.5}, "attention_dropout = 1.5: must be"),
         ("smollm3", {"no_rope_layers": [0, 1, 0]}, r"no_rope_layers = \[0, 1, 0\]; allowed: 3 entries"),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window = True, but this model"),
         ("llama3 biased", {"mlp_bias": 1}, "mlp_bias = 1; allowed: true or false"),

@@ -87,7 +87,8 @@ class Combination:
         training only. Layouts with many rows are evaluated only in rows without recompute, which has no effect.
         """
         rare = self.pp > 2 or self.ep > 1 or self.precision == "bfloat16" or self.cpu_offload
-        drops = self.noise or self.groups or self.model in ("gpt2", "classifier") or "dropout" in self.adapter
+        drops = self.model in ("gpt2", "granite", "classifier") or "dropout" in self.adapter
+        drops = drops or self.noise or self.groups
         return self.compile == "no" and not (drops or self.remembers) and (rare or self.recompute == "none")
 
 

@@ -43,7 +43,8 @@ class GatedDecoder(Decoder):
         windows = [0 if args.is_global(layer) else args.sliding_window for layer in range(args.n_layers)]
         kinds = [kind(args.rope(layer), window, self.kernel_of(args, layer)) for layer, window in enumerate(windows)]
         final_norm = norm_of(args)(args.dim, args.norm_eps)
-        super().__init__(args, kinds, block, attention_backend, norm=final_norm, score_cap=args.score_cap)
+        kernel = dict(attention_dropout=getattr(args, "attention_dropout", 0.0), score_cap=args.score_cap)
+        super().__init__(args, kinds, block, attention_backend, norm=final_norm, **kernel)
         if args.logit_cap:
             self.output.register_forward_hook(partial(_cap_output, args.logit_cap))
 

@@ -50,8 +50,9 @@ LATER_SIZES: dict[str, Any] = {"head_width": None, "attention_bias": False, "mlp
 LATER_SIZES |= {"query_growth": 0.0, "query_period": 1, "attention_factor": None, "truncate": True}
 LATER_SIZES |= {"window_layers": ""}
 """Sizes of models that were added when there were files, and the values with which they do not count."""
-LATER_WINDOWS = ("Qwen2Args", "Qwen2MoEArgs", "Qwen3Args", "Qwen3MoEArgs")
-"""Classes of sizes for which sliding_window = 0 is one of them; in others it always was a size."""
+LATER_SIZES_OF = dict.fromkeys(("Qwen2Args", "Qwen2MoEArgs", "Qwen3Args", "Qwen3MoEArgs"), "sliding_window")
+LATER_SIZES_OF |= {"GraniteArgs": "attention_dropout"}
+"""The same for classes of sizes: a size that does not count if it is 0, and that other classes always had."""
 LATER_OPTIONS = ("save", "last_save_in_peft", "relora")
 """Options of [adapter] that do not change the model before the first step."""
 MODEL, IDENTITY, ROWS = "model", "identity", "rows"
@@ -217,9 +218,8 @@ def _identity(job: ResolvedJob) -> str:
 def sizes_of_identity(args: Any) -> dict[str, Any]:
     """Return the sizes of a model that its references depend on, with the names that they have in existing files."""
     sizes = asdict(args, dict_factory=_without_later_sizes)
-    if type(args).__name__ in LATER_WINDOWS and not sizes["sliding_window"]:
-        del sizes["sliding_window"]
-    return sizes
+    later = LATER_SIZES_OF.get(type(args).__name__)
+    return {name: size for name, size in sizes.items() if name != later or size}
 
 
 def _without_later_sizes(sizes: list[tuple[str, Any]]) -> dict[str, Any]:

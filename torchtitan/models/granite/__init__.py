@@ -5,12 +5,12 @@ No torch here, so `torchtitan check` stays quick.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_biases, read_number
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
-from torchtitan.models.sizes import DEBUG, GatedArgs
+from torchtitan.models.sizes import DEBUG, GatedArgs, check_probabilities
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -25,6 +25,13 @@ class GraniteArgs(GatedArgs):
     logits_divisor: float = 16.0
     attention_bias: bool = False
     mlp_bias: bool = False
+    attention_dropout: float = 0.0  # of attention probabilities; 0.1 in published folders
+
+    may_be_zero: ClassVar = ("attention_dropout",)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_probabilities(self, "attention_dropout")
 
     @property
     def query_scale(self) -> float:
@@ -51,6 +58,7 @@ FACTORS = {
 def _to_hf(args: GraniteArgs, dtype: Any = "float32") -> dict[str, Any]:
     """Return the fields of transformers' GraniteConfig."""
     fields = {"architectures": ["GraniteForCausalLM"], "model_type": "granite", "mlp_bias": args.mlp_bias}
+    fields |= {"attention_dropout": args.attention_dropout}
     return gated_config(args, dtype) | fields | {key: getattr(args, name) for name, key in FACTORS.items()}
 
 
@@ -58,7 +66,8 @@ def _from_hf(config: Mapping[str, Any]) -> GraniteArgs:
     check_supported(config, {"hidden_act": "silu"})
     sizes = gated_sizes(config, 2048)
     factors = {name: read_number(config, key, 1.0) for name, key in FACTORS.items()}
-    return GraniteArgs(**sizes, **factors, **read_biases(config))
+    dropped = read_number(config, "attention_dropout", 0.0, null=0.0)
+    return GraniteArgs(**sizes, **factors, **read_biases(config), attention_dropout=dropped)
 
 
 KEYS = config_keys(DECODER_KEYS | {"head_dim", "mlp_bias", *FACTORS.values()})
