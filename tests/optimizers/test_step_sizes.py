@@ -68,3 +68,17 @@ def test_every_optimizer_states_what_its_step_allocates():
     assert work("--optimizer.name=Adafactor") == 2 * 4 * 128256 * 4096
     matrices = parameters - 4 * (2 * 128256 * 4096 + 4 * 4096)
     assert work("--optimizer.name=Muon") == matrices + 2 * (4 * 14336 * 4096 + 2 * 4096**2)
+
+
+def test_stages_of_a_pipeline_rank_step_one_after_the_other():
+    """The directions of the longest stage live at once; the state is of all."""
+    options = ["--training.seq_len=512", "--optimizer.name=Muon", "--training.local_batch_size=4"]
+    options += ["--model.name=llama3", "--model.flavor=8B", "--model.overrides={n_layers = 6}"]
+    options += ["--parallelism.pipeline_parallel_degree=3", "--model.tokenizer_path=bytes"]
+    block, one_matrix = 2 * 4096**2 + 2 * 1024 * 4096 + 3 * 14336 * 4096, 2 * (4 * 14336 * 4096 + 2 * 4096**2)
+    for schedule, chunks in (("1F1B", 1), ("Interleaved1F1B", 2)):
+        job = ResolvedJob(load([*options, f"--parallelism.pipeline_parallel_schedule={schedule}"]), 3, "cuda")
+        middle = RankSizes(job, 1)
+        assert len(middle.stages) == chunks and not middle.has_embedding and not middle.has_head
+        assert middle.optimizer == 4 * len(middle.layers) * (block + 2 * 2 * 4096)
+        assert middle.optimizer_work == 4 * max(map(len, middle.stages)) * block + one_matrix

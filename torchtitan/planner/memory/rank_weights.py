@@ -199,7 +199,7 @@ class RankWeights(RankLayout):
     @cached_property
     def _optimizer_steps(self) -> "OptimizerBytes":
         """Bytes of the step of all parameters. The stages of a pipeline rank step one after the other."""
-        of_kind = {layer: self._stepped(self._parameters(layer)) for layer in self.kinds}
+        of_kind = {self._representative(layer): self._stepped(self._parameters(layer)) for layer in self.kinds}
         by_stage = []
         for stage in self.stages:
             parts = [of_kind[self._representative(layer)] for layer in stage]
