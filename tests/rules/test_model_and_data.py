@@ -57,7 +57,8 @@ MODEL = [
     (
         ["--model.overrides={rope_scaling = true}"],
         "model.overrides: given rope_scaling = true; allowed: rope_scaling = false, or a table of factor, "
-        "low_freq_factor, high_freq_factor, original_max_seq_len, kind, beta_fast, beta_slow, attention_factor",
+        "low_freq_factor, high_freq_factor, original_max_seq_len, kind, beta_fast, beta_slow, attention_factor, "
+        "truncate",
     ),
     (
         ["--model.overrides={rope_scaling = {kind = 'dynamic'}}"],
@@ -67,7 +68,8 @@ MODEL = [
     (
         ["--model.overrides={rope_scaling = {facto = 2.0}}"],
         "model.overrides: given rope_scaling = {facto}; allowed: parts of rope_scaling: factor, low_freq_factor, "
-        "high_freq_factor, original_max_seq_len, kind, beta_fast, beta_slow, attention_factor; did you mean factor?",
+        "high_freq_factor, original_max_seq_len, kind, beta_fast, beta_slow, attention_factor, truncate; "
+        "did you mean factor?",
     ),
     (
         ["--model.overrides={rope_scaling = {factor = 0}}"],

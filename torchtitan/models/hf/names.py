@@ -237,7 +237,7 @@ class TensorMap:
         return self._reorder(name, weight, (-1, 2))
 
     def rows_from_hf(self, name: str, weight: torch.Tensor) -> torch.Tensor:
-        """Reorder the rows of whole heads of a tensor from halves to adjacent pairs, the inverse of rows_to_hf."""
+        """Reorder rows [heads x rows of a head, ...] from halves to adjacent pairs, the inverse of rows_to_hf."""
         return self._reorder(name, weight, (2, -1))
 
     def _reorder(self, name: str, weight: torch.Tensor, pairs: tuple[int, int]) -> torch.Tensor:
