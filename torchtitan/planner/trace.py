@@ -24,7 +24,7 @@ RANKS, MESSAGES = 1, 2
 """Numbers of the groups of tracks."""
 
 
-class TimeSpan(NamedTuple):
+class TraceSpan(NamedTuple):
     """An action of a rank or a message. Seconds from the begin of the step."""
 
     name: str
@@ -58,7 +58,7 @@ def write_trace(path: Path, timer: PipelineTimer, plan: Plan) -> None:
     path.write_text(json.dumps({"displayTimeUnit": "ms", "traceEvents": events}))
 
 
-def _blocks(timer: StepTimer, plan: Plan) -> list[TimeSpan]:
+def _blocks(timer: StepTimer, plan: Plan) -> list[TraceSpan]:
     """Return forward and backward of each block and of the head, pass by pass."""
     (stage,) = timer.stages(plan)
     block_of_kind = {kind: timer.block(plan, kind, plan.replayed_share(stage.total())) for kind in stage}
@@ -72,14 +72,14 @@ def _blocks(timer: StepTimer, plan: Plan) -> list[TimeSpan]:
     return _one_by_one(actions * plan.passes)
 
 
-def _pipeline(timer: PipelineTimer, plan: Plan) -> list[list[TimeSpan]]:
+def _pipeline(timer: PipelineTimer, plan: Plan) -> list[list[TraceSpan]]:
     """Return the simulated actions of each rank, pass by pass. Ranks that take turns on a core end earlier."""
     simulation = timer.simulation(plan, plan.microbatches)
     tick = TICK / timer.timer.messages.turns(plan)
     length = float(simulation.makespan) * tick
     return [
         [
-            TimeSpan(
+            TraceSpan(
                 f"{ACTION_NAMES[span.action.kind]} stage {span.action.stage}, microbatch {span.action.microbatch}",
                 number * length + float(span.start) * tick,
                 number * length + float(span.end) * tick,
@@ -91,7 +91,7 @@ def _pipeline(timer: PipelineTimer, plan: Plan) -> list[list[TimeSpan]]:
     ]
 
 
-def _end(step: StepTime, start: float) -> list[TimeSpan]:
+def _end(step: StepTime, start: float) -> list[TraceSpan]:
     """Return what follows the actions of all ranks: sums of gradients, and the parts that are of a whole step."""
     of_step = {name: step.parts[name] for name in ("fsdp", "optimizer", "stragglers")}
     sums = step.seconds - start - sum(of_step.values())
@@ -99,24 +99,24 @@ def _end(step: StepTime, start: float) -> list[TimeSpan]:
     return _one_by_one([(name, seconds) for name, seconds in parts if seconds > TICK], start)
 
 
-def _one_by_one(lengths: Iterable[tuple[str, float]], start: float = 0.0) -> list[TimeSpan]:
+def _one_by_one(lengths: Iterable[tuple[str, float]], start: float = 0.0) -> list[TraceSpan]:
     spans = []
     for name, seconds in lengths:
-        spans.append(TimeSpan(name, start, start + seconds))
+        spans.append(TraceSpan(name, start, start + seconds))
         start += seconds
     return spans
 
 
-def _queued(axis: str, seconds: float, issuing: list[TimeSpan]) -> Iterator[TimeSpan]:
+def _queued(axis: str, seconds: float, issuing: list[TraceSpan]) -> Iterator[TraceSpan]:
     """Yield a message of an equal share of the seconds for each action, one after the other."""
     end, share = 0.0, seconds / len(issuing)
     for action in issuing:
         start = max(end, action.start)
         end = start + share
-        yield TimeSpan(f"{axis} of {action.name}", start, end)
+        yield TraceSpan(f"{axis} of {action.name}", start, end)
 
 
-def _track(group: int, number: int, title: str, spans: Iterable[TimeSpan]) -> Iterator[dict[str, Any]]:
+def _track(group: int, number: int, title: str, spans: Iterable[TraceSpan]) -> Iterator[dict[str, Any]]:
     """Yield the events of a track, in microseconds."""
     yield _name("thread_name", group, number, title)
     for span in spans:
