@@ -16,7 +16,7 @@ def test_bash_completes_commands_options_and_words(tmp_path):
     for typed, expected in (
         ("torchtitan pre", {"preview", "prepare", "presets"}),
         ("torchtitan presets cp sft_q", {"sft_qlora"}),
-        ("torchtitan presets c", {"cat", "cp"}),
+        ("torchtitan presets c", {"cat", "convergence_debug", "cp"}),
         ("torchtitan train --training.seq", {"--training.seq_len"}),
         ("torchtitan train --activation_checkpoint.mode f", {"full", "full_keep_comm"}),
         ("torchtitan train debug", {"debug_model"}),
