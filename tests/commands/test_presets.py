@@ -29,7 +29,7 @@ def test_presets_are_listed_and_found_by_words_of_their_first_comment(capsys):
     assert presets("ls", "LORA", "pairs") == 0
     assert [line.split()[0] for line in capsys.readouterr().out.splitlines()] == ["dpo_lora", "orpo_lora"]
     assert presets("ls", "nothing", "such") == 2
-    assert "no preset mentions nothing and such; available: debug_model, " in capsys.readouterr().err
+    assert "no preset mentions nothing and such; available: convergence_debug, debug_model, " in capsys.readouterr().err
 
 
 def test_cat_prints_a_preset_unchanged(capsys):
@@ -83,7 +83,7 @@ def test_every_copy_has_the_options_of_its_preset(name, workdir):
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        (["cp", "qlora"], "qlora: not a preset; allowed: debug_model, "),
+        (["cp", "qlora"], "qlora: not a preset; allowed: convergence_debug, debug_model, "),
         (["cat", "sft_qlor"], "did you mean sft_qlora?"),
         (["cat"], "torchtitan presets cat: given 0 arguments; allowed: a name"),
         (["cp", "sft_lora", "a", "b"], "torchtitan presets cp: given 3 arguments; allowed: a name"),
