@@ -15,6 +15,7 @@ from tests.support.pool import run_ranks
 from tests.support.toy_optimizers import TOYS, add_toys
 from torchtitan.checkpoint.tensors import allocate_state, optimizer_state, set_optimizer_values
 from torchtitan.core.errors import JobError
+from torchtitan.models.moe.layer import Experts
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.build import build_optimizers
 
@@ -107,6 +108,13 @@ def test_norms_and_biases_can_be_excluded_from_decay():
     decayed = network()
     train(decayed, build_optimizers([decayed], name="AdamW", **SETTINGS))
     assert not torch.equal(decayed[1].weight, ours[1].weight)
+
+
+def test_biases_of_stacked_experts_are_biases():
+    experts = Experts(8, 16, 4, biases=True)
+    optimizers = build_optimizers([experts], name="AdamW", decay_norms_and_biases=False, **SETTINGS)
+    decayed, exempt = [{parameter.dim() for parameter in group["params"]} for group in optimizers.param_groups]
+    assert (decayed, exempt) == ({3}, {2})
 
 
 def test_every_part_of_a_model_has_its_optimizer():

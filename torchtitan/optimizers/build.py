@@ -94,7 +94,8 @@ def build_optimizers(
 ) -> Optimizers:
     """Build one optimizer per model part, over the parameters that require gradients.
 
-    Without `decay_norms_and_biases`, those with fewer than two dimensions form separate groups, with no weight decay.
+    Without `decay_norms_and_biases`, those with fewer than two dimensions and the biases of stacked experts form
+    separate groups, with no weight decay.
     `shared` and `options` are the job's beta1, beta2 and eps, and its table (see OptimizerSpec). `implementation`: None
     selects the optimizer's first. `rate_of`: parameter name -> factor of `lr`. Raises JobError for options that the
     optimizer does not support.
@@ -136,7 +137,8 @@ def _groups(
     groups: list[dict[str, Any]] = []
     for decayed in (True, False):
         for name, parameter in parameters:
-            if decayed != (decay_norms_and_biases or parameter.dim() > 1):
+            is_matrix = parameter.dim() > 1 and not name.endswith("bias")
+            if decayed != (decay_norms_and_biases or is_matrix):
                 continue
             entries = {"weight_decay": weight_decay if decayed else 0.0, "rate": rate_of(name)}
             entries |= entries_of(name, parameter)

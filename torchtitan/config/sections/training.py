@@ -193,7 +193,7 @@ class Optimizer:
     weight_decay: Annotated[float, Field(ge=0)] = 0.1
     """Weight decay: decoupled in AdamW, added to the gradient in Adam and SGD (as in torch)."""
     decay_norms_and_biases: bool = True
-    """Apply weight decay to one-dimensional parameters too (norm weights, biases)."""
+    """Apply weight decay to one-dimensional parameters (norm weights, biases) and to biases of experts too."""
     implementation: Literal["for-loop", "foreach", "fused"] | None = None
     """Implementation of the update. Unset: the fastest that the optimizer has (fused for torch's)."""
     early_step_in_backward: bool = False
