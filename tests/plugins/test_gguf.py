@@ -284,6 +284,9 @@ def test_models_that_llama_cpp_computes_differently_are_refused_before_anything_
     known = "allowed: causal models of llama, mistral, qwen2, qwen3, qwen3_moe"
     assert f"given OPTForCausalLM (opt); {known}" in refused(model_type="opt", architectures=["OPTForCausalLM"])
     assert "norm_topk_prob = False; allowed: True" in refused(norm_topk_prob=False)
+    for model_type in ("qwen2", "qwen3", "qwen3_moe"):
+        window = dict(model_type=model_type, use_sliding_window=True, sliding_window=8)
+        assert "use_sliding_window = True; allowed: False" in refused(**window)
     assert "mlp_bias = True; allowed: False" in refused(
         model_type="llama", architectures=["LlamaForCausalLM"], mlp_bias=True
     )

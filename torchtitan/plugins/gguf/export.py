@@ -52,7 +52,9 @@ ARCHITECTURES = {
     "mistral": Architecture("llama", adjacent_pairs=True),
     "qwen2": Architecture("qwen2", only={"use_sliding_window": False}),
     "qwen3": Architecture("qwen3", only={"use_sliding_window": False}),
-    "qwen3_moe": Architecture("qwen3moe", only={"norm_topk_prob": True, "mlp_only_layers": []}),
+    "qwen3_moe": Architecture(
+        "qwen3moe", only={"norm_topk_prob": True, "mlp_only_layers": [], "use_sliding_window": False}
+    ),
 }
 """By model_type of config.json."""
 
