@@ -168,6 +168,12 @@ def test_keys_that_only_some_published_models_have_are_known(model_type, keys):
     assert converter.args_from_config(config | keys) == converter.args_from_config(config)
 
 
+def test_a_job_may_drop_out_less_than_the_folder_that_it_starts_from():
+    """As flavors do: none has the dropout of published folders, and context parallel but for allgather refuses it."""
+    args, converter = BY_MODEL_TYPE["granite"], MODELS["granite"].hf.config
+    assert not converter.differing_fields(replace(args, attention_dropout=0.1), args)
+
+
 def test_a_model_without_the_norms_of_its_family_is_refused():
     config = MODELS["qwen3_moe"].hf.config.to_hf(BY_MODEL_TYPE["qwen3_moe"])
     with pytest.raises(JobError, match="use_qk_norm = False"):

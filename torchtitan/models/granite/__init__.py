@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchtitan.models.family import ConfigConverter, Family
+from torchtitan.models.family import NOT_IN_FORWARD, ConfigConverter, Family
 from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_biases, read_number
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.sizes import DEBUG, GatedArgs, check_probabilities
@@ -71,7 +71,8 @@ def _from_hf(config: Mapping[str, Any]) -> GraniteArgs:
 
 
 KEYS = config_keys(DECODER_KEYS | {"head_dim", "mlp_bias", *FACTORS.values()})
-CONFIG = ConfigConverter(model_types=("granite",), to_hf=_to_hf, from_hf=_from_hf, keys=KEYS)
+NOT_COMPARED = (*NOT_IN_FORWARD, "attention_dropout")
+CONFIG = ConfigConverter(model_types=("granite",), to_hf=_to_hf, from_hf=_from_hf, not_compared=NOT_COMPARED, keys=KEYS)
 
 
 FAMILY = Family(sizes=GRANITE, config=CONFIG, spec="torchtitan.models.granite.model:SPEC", publisher="ibm-granite")
