@@ -511,6 +511,14 @@ def test_a_thinned_pipeline_keeps_its_cut():
     assert thin.model.args.n_layers == 4
 
 
+@pytest.mark.parametrize("layers", ["0-1", "1-2", "5", "0,2-5"])
+def test_thinned_layers_keep_their_windows(layers):
+    overrides = f"{{n_layers=6, sliding_window=8, window_layers={layers!r}}}"
+    job = ResolvedJob(manager.load(["--model.name=qwen2", f"--model.overrides={overrides}"]), 1)
+    args = prediction.Stages.of(job).with_layers({0: 2}).model.args
+    assert [args.is_global(layer) for layer in (0, 1)] == [job.model.args.is_global(layer) for layer in (0, 1)]
+
+
 # Output of the commands
 
 

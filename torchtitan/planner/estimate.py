@@ -8,7 +8,7 @@ overlaps all-to-alls is rehearsed with the fewest that reach the highest number 
 
 import dataclasses
 from collections import Counter, defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
 from functools import cached_property
@@ -21,6 +21,7 @@ from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.sections.model import ActivationCheckpoint
 from torchtitan.job import ResolvedJob
 from torchtitan.job.layout import JobLayout
+from torchtitan.models.sizes import layer_spans
 from torchtitan.parallelisms.parallel_model import runs_by_segments
 from torchtitan.parallelisms.pipeline.actions import Table, with_full_backward
 from torchtitan.parallelisms.pipeline.simulator import simulate
@@ -288,6 +289,8 @@ class Stages:
         overrides = dict(self.job.config.model.overrides) | {"n_layers": len(chosen_layers)}
         if getattr(self.job.model.args, "n_dense_layers", 0):
             overrides["n_dense_layers"] = sum(map(self._is_dense, chosen_layers))
+        if getattr(self.job.model.args, "window_layers", ""):
+            overrides |= _windows_of(self.job.model.args, chosen_layers)
         changes: dict[str, Any] = {"model.overrides": overrides}
         if self.job.layout.pp > 1:
             changes["parallelism.module_fqns_per_model_part"] = thinned_stages
@@ -334,6 +337,13 @@ class Stages:
 
 def _is_layer(name: str) -> bool:
     return name.startswith("layers.")
+
+
+def _windows_of(args: Any, layers: Sequence[str]) -> dict[str, Any]:
+    """Return the sizes with which these layers, by their names, keep their windows when they are numbered from 0."""
+    windowed = [place for place, name in enumerate(layers) if not args.is_global(int(name.removeprefix("layers.")))]
+    spans = layer_spans(windowed, len(layers))
+    return {"window_layers": spans} if windowed else {"window_layers": "", "sliding_window": 0}
 
 
 def _chooses_alike(pattern: str, layers: Mapping[str, set[str]], kind: frozenset[str]) -> bool:
