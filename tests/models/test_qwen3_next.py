@@ -1,14 +1,17 @@
 """Qwen 3-Next and Qwen 3.5: what they have beyond the gated decoders, which test_gated.py compares."""
 
 import dataclasses
+import json
 import math
 
 import torch
+from safetensors.torch import load_file, save_file
 
-from tests.support.hf_parity import build, same, write_folder
+from tests.support.hf_parity import build, close, same, write_folder
 from tests.support.tiny_decoders import GATED
+from tests.support.wrapper_folders import text_config, write_wrapper
 from torchtitan.core.random_draws import Constant, Normal, Uniform
-from torchtitan.models import SIZES
+from torchtitan.models import SIZES, family_in
 from torchtitan.models.qwen3_next.model import DENSE_SPEC, NEXT_SPEC, Qwen3Next
 
 TINY = GATED["qwen3_next"]
@@ -68,6 +71,26 @@ def test_depths_of_multi_token_prediction_are_left_in_the_folder(tmp_path):
     write_folder(tmp_path, NEXT_SPEC.hf.to_hf(model.state_dict(), TINY) | depth, TINY, NEXT_SPEC.hf)
     NEXT_SPEC.hf.load_hf(tmp_path, other, TINY)
     assert same(model.state_dict(), other.state_dict())
+
+
+@torch.no_grad()
+def test_a_published_qwen_3_5_is_read_as_its_text_part(tmp_path):
+    """With its keys, its three positions and the depths of multi-token prediction beside the text part."""
+    rope = {"rope_type": "default", "rope_theta": 1e7, "partial_rotary_factor": 0.5}
+    text = text_config("qwen3_5") | {"rope_parameters": rope | {"mrope_section": [2, 1, 1], "mrope_interleaved": True}}
+    del text["rope_scaling"], text["rope_theta"], text["partial_rotary_factor"]
+    reference = write_wrapper(tmp_path, "qwen3_5", text)
+    file = tmp_path / "model.safetensors"
+    save_file(load_file(file) | {"mtp.fc.weight": torch.zeros(2, 2)}, file, {"format": "pt"})
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["text_config"] |= {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert family_in(tmp_path) == "qwen3_5"
+    args = DENSE_SPEC.hf.config.args_from_folder(tmp_path)
+    model = DENSE_SPEC.hf.build(args)
+    DENSE_SPEC.hf.load_hf(tmp_path, model, args)
+    tokens = torch.randint(4, args.vocab_size, (2, 24), generator=torch.Generator().manual_seed(0))
+    assert close(model.eval()(tokens), reference(input_ids=tokens, use_cache=False).logits, 4e-6)
 
 
 def test_initial_values():

@@ -37,6 +37,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen2_vl_text": _QWEN2_VL,
     "qwen3": _sizes(151936, 4096, 22016, 32, 32),
+    "qwen3_5_text": _sizes(248320, 4096, 12288, 32, 16),
     "qwen3_vl_text": _sizes(151936, 4096, 22016, 32, 32) | {"max_position_embeddings": 128000, "rope_theta": 5e5},
 }
 """Model types of a text_config, with transformers' values of absent keys where a reader here has another or none."""
@@ -50,6 +51,7 @@ _NESTED = (("language_model.model.", "model."), ("language_model.lm_head.", "lm_
 _NESTED += _PARTED
 _IDEFICS = (("model.text_model.", "model."), *_HEAD)
 _QWEN = (*_PARTED, ("model.", "model."))
+_WITH_DEPTHS = (*_PARTED, ("mtp.", "mtp."))  # of multi-token prediction, which the text model's reader ignores
 
 
 @dataclass(frozen=True)
@@ -88,6 +90,7 @@ WRAPPERS = {
     "qwen2_5_vl": Wrapper("qwen2_5_vl_text", or_text_tied=True, may_be_flat=True, prefixes=_QWEN),
     "qwen2_audio": Wrapper("qwen2", None),
     "qwen2_vl": Wrapper("qwen2_vl_text", or_text_tied=True, may_be_flat=True, prefixes=_QWEN),
+    "qwen3_5": Wrapper("qwen3_5_text", prefixes=_WITH_DEPTHS),
     "qwen3_vl": Wrapper("qwen3_vl_text", prefixes=_PARTED),
     "smolvlm": Wrapper("llama", prefixes=_IDEFICS),
     "video_llava": Wrapper("llama"),
