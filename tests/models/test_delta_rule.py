@@ -91,6 +91,8 @@ def test_chunks_equal_the_recurrence(seed, monkeypatch):
 
 def test_equal_to_transformers(monkeypatch):
     inputs = draw(0, length=150, dtype=torch.float32)
+    # transformers' float32 loses what is left of small decays behind large ones
+    inputs[3] = (-torch.log1p(-inputs[3].detach())).requires_grad_()
     for function in (reference.torch_chunk_gated_delta_rule, reference.torch_recurrent_gated_delta_rule):
         q, k, v, g, beta = inputs
         expected, state = function(q, k, v, g=g, beta=beta, output_final_state=True)
@@ -109,6 +111,18 @@ def test_float32_stays_near_float64_over_long_rows():
         exact, _ = delta_rule(*inputs)
         rounded, _ = delta_rule(*(x.float() for x in inputs))
         equal((rounded,), (exact,), 1e-4)
+
+
+@pytest.mark.parametrize("decay", [1e3, 1e5, 1e9, 3e38])
+def test_float32_stays_near_float64_behind_tokens_that_decay_everything(decay):
+    """The sum of a chunk's decays must not round those of its other tokens away, nor overflow."""
+    inputs = [x.detach() for x in draw(9, length=150)]
+    inputs[3] = torch.where(inputs[3] < -8, -decay, -0.01)
+    exact = [x.detach().requires_grad_() for x in inputs]
+    rounded = [x.detach().float().requires_grad_() for x in inputs]
+    expected, outputs = recurrence(*exact)[0], delta_rule(*rounded)[0]
+    equal((outputs,), (expected,), 2e-4)
+    equal(gradients(outputs.double(), rounded), gradients(expected, exact), 4e-4)
 
 
 def test_values_in_bfloat16_are_computed_in_float32_under_autocast_too():

@@ -17,6 +17,7 @@ Letters of the shapes: B samples, S tokens, R rows (samples, or their pieces und
 G key heads, H value heads, J = H / G, N chunks of C tokens, K and V features of a key and of a value, D channels.
 """
 
+import math
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -68,6 +69,8 @@ def into_chunks(
         return x.unflatten(1, (-1, size)).movedim((3, 4), (1, 2))
 
     q, k, v, g, beta = map(cut, (q, k, v, g, beta))
+    # below this exp(g) is 0 anyway, and a sum with it would round smaller decays away, or overflow
+    g = g.clamp(min=math.log(torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps) - 1)
     decayed = g.cumsum(-1)  # [R, G, J, N, C], log decay since the chunk's start
     visible = torch.ones(size, size, dtype=torch.bool, device=v.device).tril()
     since, until = decayed, decayed[..., -1:] - decayed
