@@ -174,6 +174,30 @@ def test_ids_and_masks_are_those_of_axolotls_prompters(kind, record, prompt, ans
     assert trained.tolist() == [False] * len(expected[0]) + [True] * len(expected[1])
 
 
+WITH_SYSTEM = ("alpaca_w_system", "orcamini")
+WITHOUT_SYSTEM = [row for row in TEXTS if isinstance(row[0], str) and not row[0].startswith(WITH_SYSTEM)]
+
+
+@pytest.mark.parametrize("kind, record, prompt, answer", WITHOUT_SYSTEM, ids=range(len(WITHOUT_SYSTEM)))
+def test_a_system_message_is_only_read_where_axolotl_reads_it(kind, record, prompt, answer):
+    """Datasets of instructions often have a field that the prompter of their type has no place for."""
+    spans = reader_of(source_of(kind)).document(record | {"system": "Be kind."}, "long", "short").content
+    assert [span.content for span in spans] == [prompt, answer]
+
+
+def test_a_custom_prompt_without_a_system_format_writes_none():
+    text = "Q: {instruction}"
+    source = source_of({"format": text, "no_input_format": text, "system_format": "", "system_prompt": "Hi "})
+    for system in ("Be kind.", "", None):
+        spans = reader_of(source).document(ONE | {"system": system}, "long", "short").content
+        assert spans[0].content == "Q: Add {1}."
+
+
+def test_a_default_for_empty_system_messages_is_noted():
+    assert any("empty system message" in note for note in job_of({"system_prompt": "Hi "}).notes)
+    assert not any("empty system message" in note for note in job_of({"format": "{instruction}"}).notes)
+
+
 def test_every_type_has_its_text():
     kinds = {kind.partition(":")[0].removesuffix(".load") for kind, *_ in TEXTS if isinstance(kind, str)}
     assert kinds == {*BY_STYLE, *STRATEGIES}

@@ -89,6 +89,9 @@ FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt"
 PROMPT = {"format": "{instruction} {input} ", "no_input_format": "{instruction} ", "system_format": "{system}"}
 PROMPT |= {"system_prompt": ""}
 """Parts of a custom prompt, with Axolotl's defaults."""
+NO_SYSTEM = ("system_format", "")
+"""The part of a custom prompt with which no system message is written."""
+SYSTEM_PROMPT = "system_prompt also stands in for an empty system message; Axolotl's only for a field that is not there"
 DPO_OPTIONS = {"rl_beta": "dpo.beta", "dpo_beta": "dpo.beta", "dpo_label_smoothing": "dpo.label_smoothing"}
 DPO_OPTIONS |= {"orpo_alpha": "dpo.beta"}
 MULTIPLE = 32
@@ -277,6 +280,11 @@ class DataTranslation:
             self._refuse_keys(label, entry, (*PROMPT, *FIELDS))
         elif template or fields:
             record_format, default_field, message_fields = "instruct", "", {}
+            if NO_SYSTEM in template.items():
+                template = template | {NO_SYSTEM[0]: PROMPT[NO_SYSTEM[0]], "system_prompt": ""}
+                fields = fields | {"system": ""}
+            elif "system_prompt" in template:
+                self.note(f"{label}: {SYSTEM_PROMPT}")
         elif message_fields and not record_format or kind == "chat_template" and field is not None:
             record_format, default_field, field = "chat", "messages", field or "messages"
         if default_field and field not in (None, default_field):
@@ -451,7 +459,12 @@ def entry_of(raw_entry: Any, label: str, draft: JobDraft) -> Mapping[str, Any] |
         return None
     nested = raw_entry.get("type")
     tables = (PROMPT, {**raw_entry, "type": None}, nested) if isinstance(nested, dict) else (raw_entry,)
-    entry = {key: value for table in tables for key, value in table.items() if value is not None and value not in UNSET}
+    entry = {
+        key: value
+        for table in tables
+        for key, value in table.items()
+        if value is not None and (value not in UNSET or (table is nested and (key, value) == NO_SYSTEM))
+    }
     properties = entry.pop(PROPERTIES, {})
     is_table = isinstance(properties, dict) and all(isinstance(field, str) for field in properties.values())
     if not is_table or properties.keys() - set(MESSAGE_FIELDS.values()):

@@ -173,6 +173,8 @@ def reason_of(kind: str) -> str:
 
 
 def source_of(prompt: PromptType) -> dict[str, Any]:
-    """Return a prompt as options of a source."""
-    options = {"format": "instruct", "fields": dict(prompt.fields), "template": dict(prompt.template)}
+    """Return a prompt as options of a source. A type without a place for system messages does not read that field."""
+    has_system = "system" in prompt.fields or "system_format" in prompt.template
+    fields = prompt.fields if has_system or not prompt.template else {**prompt.fields, "system": ""}
+    options = {"format": "instruct", "fields": dict(fields), "template": dict(prompt.template)}
     return {name: value for name, value in options.items() if value}
