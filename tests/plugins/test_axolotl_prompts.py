@@ -247,6 +247,7 @@ def test_strategies_of_pairs_are_conversations_under_their_template(template, na
     pair = reader.document(record, "long", "short").content
     assert [answer.content.messages for answer in pair] == [[*before, answer] for answer in ANSWERS]
     assert job_of(f"{template}.{name}").faults, "they need rl"
+    assert any("reads its first two messages" in note for note in job.notes) == (name in ("ultra", "argilla_chat"))
 
 
 def test_pairs_are_read_as_they_are_and_with_fields_of_their_own():

@@ -15,6 +15,7 @@ from torchtitan.plugins.importers.axolotl_options import ENTRY_KEYS, UNSET
 from torchtitan.plugins.importers.axolotl_prompts import (
     BY_STYLE,
     PAIRS,
+    PAIRS_OF_MESSAGES,
     STRATEGIES,
     TEMPLATES_OF_PAIRS,
     pair_fields_of,
@@ -70,6 +71,7 @@ PAIR_TYPES = ("chat_template.default", "chat_template.argilla", "chat_template.a
 AS_THEY_ARE = "passthrough.default"
 KINDS_OF_PAIRS = (*PAIR_TYPES, AS_THEY_ARE, *(f"{name}.{kind}" for name in TEMPLATES_OF_PAIRS for kind in PAIRS))
 END_OF_PAIRS = "a tokenizer's own end token is not written after the template's: see `torchtitan preview`"
+FIRST_TURN = "of a conversation of several turns the last answers are compared; Axolotl reads its first two messages"
 CUSTOM_FORMATS = {f"{name}_format": f"{{{name}}}" for name in ("prompt", "chosen", "rejected")}
 """Keys of a custom pair, and the only texts with which a pair is read as it is."""
 CUSTOM_FIELDS = ("field_system", "field_prompt", "field_chosen", "field_rejected")
@@ -317,6 +319,8 @@ class DataTranslation:
         template, fields = strategy
         self._templates.append(template)
         self.note(f"{label}.type {entry['type']}: {END_OF_PAIRS}")
+        if entry["type"].endswith(PAIRS_OF_MESSAGES):
+            self.note(f"{label}.type {entry['type']}: {FIRST_TURN}")
         return {"format": "preference", "fields": fields} if fields else {"format": "preference"}
 
     def _custom_pairs(self, label: str, table: Mapping[str, Any]) -> dict[str, Any]:

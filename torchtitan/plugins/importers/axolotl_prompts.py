@@ -126,6 +126,8 @@ PAIRS: dict[str, dict[str, str]] = {
     "argilla_chat": {},
 }
 """Strategies of pairs under a template -> fields of the format preference."""
+PAIRS_OF_MESSAGES = ("ultra", "argilla_chat")
+"""Those whose answers are lists of messages."""
 TWO_TEXTS = "its answer is made of several fields: join them in one, and give it as output"
 JOIN_CHOICES = "write question and choices as one text in the field instruction, and the answer as output"
 AS_MESSAGES = "write the records as messages, and name the template with chat_template"
