@@ -181,7 +181,9 @@ def test_too_long_records(folder):
     )
     with pytest.raises(DataError, match=message):
         prepare(PrepareOptions(max_tokens=8), text)
-    with pytest.raises(DataError, match="9 tokens, but data.max_tokens = 8; raise data.max_tokens to 9, or set data"):
+    with pytest.raises(
+        DataError, match="but data.max_tokens = 8; raise data.max_tokens to 9 and training.seq_len to 8, or"
+    ):
         prepare(PrepareOptions(max_tokens=8, is_given=True), text)
     tokenizer = build_tokenizer(folder)
     for way in ("truncate", "split", "error"):

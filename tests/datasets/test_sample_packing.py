@@ -22,6 +22,7 @@ from torchtitan.datasets.samples import IGNORE, ShardPieces
 from torchtitan.datasets.sources import DataError
 from torchtitan.datasets.token_shards import TokenReader, TokenShards
 from torchtitan.job import ResolvedJob
+from torchtitan.rules import check
 
 SEQ_LEN, END = 47, TOKENIZER.eos_id
 PACKED, WINDOWS, ALONE = Packing(1000, END), Packing(8, END), Packing(1, END)
@@ -263,6 +264,14 @@ def job(folders, *options):
     base = ["--task.kind=sft", "--model.tokenizer_path=bytes", f"--training.seq_len={SEQ_LEN}"]
     base += [f"--job.dump_folder={folders['a'].parent}/out", f"--model.overrides={small}"]
     return manager.load(["--job.config_file", str(path), *base, *options])
+
+
+def test_prepared_records_longer_than_the_limit_are_refused_before_the_run(folders):
+    """They are not cut again, so the limit of the job would not hold for them."""
+    longest = max(len(ids) for name in "ab" for ids, _ in documents(folders[name]))
+    assert check(job(folders, f"--data.max_tokens={longest}"), 1, "cpu") == []
+    faults = check(job(folders, f"--data.max_tokens={longest - 1}"), 1, "cpu")
+    assert any(f"data.max_tokens: given {longest - 1}; allowed: at least {longest}, the" in str(f) for f in faults)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3])

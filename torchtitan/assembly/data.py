@@ -82,8 +82,9 @@ class JobDatasets:
             return PrepareOptions()
         rows = self.task.rows_per_sample
         train_on = TrainOn(data.train_on if rows == 1 else "last_turn", data.train_on_eos)
-        max_tokens, is_given = self.data.seq_len(section) + 1, data.max_tokens is not None
-        max_tokens = min(max_tokens, data.max_tokens or max_tokens)
+        room = self.data.seq_len(section) + 1
+        max_tokens = min(room, data.max_tokens or room)
+        is_given = max_tokens == data.max_tokens
         return PrepareOptions(train_on, max_tokens, is_given, data.too_long, data.max_empty_ratio, rows)
 
     # Length of the run

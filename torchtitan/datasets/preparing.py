@@ -122,7 +122,7 @@ class PrepareOptions:
             alternatives = '"drop"' if is_chat else '"drop", "truncate" or "split"'
             limit = f"a sample of training.seq_len = {max_tokens - 1} has room for {max_tokens}"
             limit = f"data.max_tokens = {max_tokens}" if self.is_given else limit
-            remedy = f"data.max_tokens to {len(ids)}" if self.is_given else f"training.seq_len to {len(ids) - 1}"
+            remedy = f"data.max_tokens to {len(ids)} and " * self.is_given + f"training.seq_len to {len(ids) - 1}"
             raise DataError(
                 f"{document.location}: {len(ids)} tokens, but {limit}{cut}; raise {remedy}, or set data.too_long to "
                 f"{alternatives}"
@@ -186,7 +186,8 @@ class RecordStatistics:
         if options.max_tokens is None or not self.outcomes["dropped"]:
             return "no text in it; give documents with text"
         description = describe_records(self.to_dict(), options.max_tokens - 1, options.is_given)
-        return f"no record is left of it ({description}); raise training.seq_len, or set data.too_long"
+        limits = "data.max_tokens and " * options.is_given + "training.seq_len"
+        return f"no record is left of it ({description}); raise {limits}, or set data.too_long"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the number of records by outcome and percentiles of their lengths, JSON-able."""

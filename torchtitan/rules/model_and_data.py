@@ -118,9 +118,13 @@ def data_is_there(facts: Facts) -> Iterator[Fault]:
                         remedy,
                     )
             if isinstance(source, TokenShards):
-                document_lengths(TokenReader(source), seq_len) if facts.model.spec.whole_records else source.blocks(
-                    seq_len
-                )
+                if facts.model.spec.whole_records:
+                    longest = document_lengths(TokenReader(source), seq_len).max(initial=0)
+                    if longest > (facts.config.data.max_tokens or longest):
+                        allowed = f"at least {longest}, the longest record of {source.name}, which is not cut again"
+                        yield facts.fault("data.max_tokens", allowed, "prepare it again, or raise or drop the limit")
+                else:
+                    source.blocks(seq_len)
                 if not isinstance(facts.tokenizer, Exception):
                     source.check_tokenizer(facts.tokenizer.fingerprint, facts.tokenizer.vocab_size)
             elif isinstance(source, PretokenizedBlocks) and not isinstance(facts.tokenizer, Exception):
