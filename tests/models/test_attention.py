@@ -182,7 +182,7 @@ WRONG = [
         "given 15; allowed: an even number, as groups are shifted by half a group; write 14",
     ),
     (["--model.name=mistral"], "0 for a model with a sliding window (64); write 0, or model.overrides = {sliding_w"),
-    (["--model.name=gemma2"], "0 for a model with capped attention scores (50.0); write 0, or model.overrides = {scor"),
+    (["--model.name=gemma2"], "a model with a sliding window (64) and capped attention scores (50.0); write 0"),
     (["--model.name=gemma3"], "0 for a model with a sliding window (64); write 0"),
     (["--model.name=qwen3_5"], "0 for a model with layers without attention (6); write 0"),
     (["--model.name=gpt2", "--model.overrides={attention_dropout = 0.1}"], "a model with attention_dropout (0.1)"),

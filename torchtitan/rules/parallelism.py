@@ -223,10 +223,10 @@ def groups_fit_the_model(facts: Facts) -> Iterator[Fault]:
     args, name = facts.model.args, facts.config.model.name
     obstacles = {"sliding_window": "a sliding window", "attention_dropout": "attention_dropout"}
     obstacles |= {"score_cap": "capped attention scores", "n_delta_layers": "layers without attention"}
-    obstacles = {key: description for key, description in obstacles.items() if getattr(args, key, 0)}
-    for key, description in obstacles.items():
-        remedy = "write 0" + _or_without(args, key)
-        yield facts.fault(S2_KEY, f"0 for a model with {description} ({getattr(args, key)})", remedy)
+    obstacles = {key: f"{text} ({getattr(args, key)})" for key, text in obstacles.items() if getattr(args, key, 0)}
+    if obstacles:
+        remedy = "write 0" + "".join(_or_without(args, key) for key in obstacles if len(obstacles) == 1)
+        yield facts.fault(S2_KEY, f"0 for a model with {' and '.join(obstacles.values())}", remedy)
     if not getattr(args, "causal", True):
         yield facts.fault(S2_KEY, f"0 for {name}, which has bidirectional attention", "write 0, or train a decoder")
     if args.n_heads % 2:

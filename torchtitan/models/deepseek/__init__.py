@@ -298,6 +298,7 @@ def _to_hf(args: DeepseekArgs, dtype: Any = "float32") -> dict[str, Any]:
     }
 
 
+GROUPS = ("n_group", "topk_group")
 ABSENT: dict[int, dict[str, Any]] = {
     2: {"n_group": 1, "topk_group": 1, "first_k_dense_replace": 0, "routed_scaling_factor": 1.0}
     | {"max_position_embeddings": 2048},
@@ -321,13 +322,13 @@ def _from_hf(config: Mapping[str, Any]) -> DeepseekArgs:
     if version == 2 and config.get("topk_method", "greedy") not in ("greedy", "group_limited_greedy"):
         raise JobError(f"topk_method = {config['topk_method']!r}; allowed: 'greedy' and 'group_limited_greedy'")
     if version == 2 and config.get("topk_method") == "group_limited_greedy":
-        check_numbers(config, ("n_group", "topk_group"))
+        check_numbers(config, GROUPS)
     if version == 3 and config.get("rope_interleave", True) is not True:  # for transformers null means false
         raise JobError(f"rope_interleave = {config['rope_interleave']!r}, but this model only has True")
     defaults = ABSENT[version]
-    n_groups = read_number(config, "n_group", defaults["n_group"], null=1) or 1
-    if version == 2 and config.get("topk_method", "greedy") == "greedy":
-        n_groups = 1
+    n_groups, top_groups = 1, 1
+    if version == 3 or config.get("topk_method", "greedy") != "greedy":
+        n_groups, top_groups = (read_number(config, name, defaults[name], null=1) or 1 for name in GROUPS)
     routing = {**(V3 if version == 3 else V2), "normalize_top_k": version == 3 and config.get("norm_topk_prob", True)}
     if n_groups == 1:
         del routing["group_score"]
@@ -350,7 +351,7 @@ def _from_hf(config: Mapping[str, Any]) -> DeepseekArgs:
         n_shared_experts=config["n_shared_experts"],
         top_k=config["num_experts_per_tok"],
         n_groups=n_groups,
-        top_groups=(read_number(config, "topk_group", defaults["topk_group"], null=1) or 1) if n_groups > 1 else 1,
+        top_groups=top_groups,
         route_scale=read_number(config, "routed_scaling_factor", defaults["routed_scaling_factor"]),
         aux_loss_weight=read_number(config, "aux_loss_alpha", 0.0),
         norm_eps=read_number(config, "rms_norm_eps", 1e-6),
