@@ -202,6 +202,7 @@ def test_impossible_sizes_are_refused(shape, change, message):
         ("qwen2 windows", {"sliding_window": None}, "without use_sliding_window = true and a "),
         ("qwen2 windows", {"layer_types": ["full_attention"]}, "layer_types = .*allowed: 4 entries, each"),
         ("qwen3 windows", {"layer_types": [["full_attention"]] * 3}, "layer_types = .*allowed: 3 entries, each"),
+        ("qwen2 windows", {"use_sliding_window": False, "sliding_window": 1.5}, "sliding_window = 1.5"),
         ("qwen3 windows", {"use_sliding_window": None}, "use_sliding_window = None; allowed: true or false"),
         ("qwen3 windows", {"max_window_layers": None}, "max_window_layers = None; allowed: a whole number"),
         ("qwen3_moe window", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),

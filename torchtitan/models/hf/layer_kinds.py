@@ -40,6 +40,7 @@ def read_windows(config: Mapping[str, Any], derived: Sequence[bool], nullable: b
     `derived`: for each layer, whether it has a window by transformers' other rules. `nullable`: sliding_window may be
     null. Raises JobError for other kinds of layers, or for windows without a length.
     """
+    read_number(config, "sliding_window", 4096, null=0)  # transformers judges the type even if there are no windows
     window = read_window(config, 4096, nullable) if read_flag(config, "use_sliding_window", False) else 0
     if (types := config.get("layer_types")) is None:
         has_window = [bool(window) and is_derived for is_derived in derived]
