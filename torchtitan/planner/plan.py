@@ -34,6 +34,9 @@ def planning_obstacle(model: JobModel) -> str:
     if getattr(model.args, "n_delta_layers", 0):
         reason = "the formulas do not describe layers with the delta rule; `torchtitan estimate` predicts its memory"
         return f"model.name = {name!r}: {reason}"
+    if getattr(model.args, "attention_dropout", 0.0):
+        reason = "the formulas do not describe the probabilities that attention_dropout keeps; set it to 0 in "
+        return f"model.name = {name!r}: {reason}model.overrides, or use `torchtitan estimate`"
     if obstacle := adapter_obstacle(model):
         return obstacle
     if task not in ("pretrain", "sft"):
