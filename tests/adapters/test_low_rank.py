@@ -159,13 +159,14 @@ def test_a_folder_written_by_peft_is_read(tmp_path, kind):
     torch.testing.assert_close(model(TOKENS), peft_model.eval()(TOKENS).logits, rtol=1e-5, atol=1e-5)
 
 
-def test_adapters_of_experts_are_stored_one_by_one(tmp_path):
+def test_adapters_of_experts_are_stored_one_by_one(tmp_path, caplog):
     args, options = tiny_decoders.DEEPSEEK["v3"], Options(kind="lora", rank=4, target=["*experts*"])
     model, adapter = moved_model("deepseek", args, options)
     state, form = adapter_tensors(model, adapter), MODELS["deepseek"].hf.tensor_map(args)
     peft_folder.save(tmp_path, state, options, form)
     loaded = peft_folder.load(tmp_path, options, form, {name: tuple(tensor.shape) for name, tensor in state.items()})
     assert loaded.keys() == state.keys() and all(torch.equal(loaded[name], state[name]) for name in state)
+    assert "adapters of single experts: transformers 5 stacks experts" in caplog.text
 
 
 @pytest.mark.parametrize(

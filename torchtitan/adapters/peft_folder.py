@@ -9,6 +9,7 @@ A pair that was trained on the joint matrix is read as several pairs with the sa
 """
 
 import json
+import logging
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,8 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
 from torchtitan.core.hub import name_and_commit
 from torchtitan.models.hf.names import TensorMap
+
+logger = logging.getLogger(__name__)
 
 
 def adapted_modules(weights: Sequence[str], names: Collection[str]) -> list[str]:
@@ -187,6 +190,12 @@ def save(folder: Path, state: Mapping[str, torch.Tensor], options: Options, form
     """
     from safetensors.torch import save_file
 
+    if any(_split(name)[2] for name in state):
+        logger.warning(
+            "adapters of single experts: transformers 5 stacks experts, and peft then applies such pairs in some "
+            "models (Mixtral), refuses them in others, or ignores them beside adapters of other layers; compare the "
+            "logits, or write the whole model (torchtitan export --merge)"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     save_file(to_peft(state, form), folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(peft_config(options, list(state), form, base), indent=2) + "\n")
