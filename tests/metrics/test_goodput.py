@@ -7,14 +7,13 @@ from types import SimpleNamespace
 from unittest.mock import Mock
 
 import pytest
-from matplotlib.figure import Figure
 
 from tests.support import jobs
 from tests.support.pool import run_ranks
 from torchtitan.config.manager import load
 from torchtitan.job import ResolvedJob
+from torchtitan.metrics import plot
 from torchtitan.metrics.goodput import CAUSE_OF, CAUSES, GPU_HOURS_PER_FAILURE, Goodput
-from torchtitan.metrics.plot import draw_training_curve
 from torchtitan.process.heartbeat import PHASES
 from torchtitan.process.ranks import Restart
 from torchtitan.training import reporting
@@ -154,8 +153,8 @@ def test_a_restart_is_marked_in_the_picture(tmp_path, monkeypatch):
     rows[2:2] = [{"step": 2, "event": "rollback", "cause": "the loss is nan"}, {"step": 2, "event": "goodput"}]
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     drawn = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: drawn.append(figure))
-    assert draw_training_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png", "a run")
+    monkeypatch.setattr(plot, "save_picture", lambda figure, path: drawn.append(figure))
+    assert plot.draw_training_curve(tmp_path / "metrics.jsonl", tmp_path / "curve.png", "a run")
     for axes in drawn[0].axes:
         marks = [line.get_xdata()[0] for line in axes.lines if line.get_linestyle() == ":"]
         assert marks == [2, 3]

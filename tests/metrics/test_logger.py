@@ -373,10 +373,8 @@ def test_a_plot_of_any_run_is_written(tmp_path, losses, changes):
 
 
 def test_the_plot_shows_loss_rate_and_speed(tmp_path, monkeypatch):
-    from matplotlib.figure import Figure
-
     figures = []
-    monkeypatch.setattr(Figure, "savefig", lambda figure, path: figures.append(figure))
+    monkeypatch.setattr(plot, "save_picture", lambda figure, path: figures.append(figure))
     write_run(tmp_path / "metrics.jsonl", [7.0, 6.0, 5.0])
     plot.draw_training_curve(tmp_path / "metrics.jsonl", tmp_path / "training.png", "a run")
     loss, rate, speed = figures[0].axes

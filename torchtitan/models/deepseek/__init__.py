@@ -326,9 +326,9 @@ def _from_hf(config: Mapping[str, Any]) -> DeepseekArgs:
     if version == 3 and config.get("rope_interleave", True) is not True:  # for transformers null means false
         raise JobError(f"rope_interleave = {config['rope_interleave']!r}, but this model only has True")
     defaults = ABSENT[version]
-    n_groups, top_groups = 1, 1
-    if version == 3 or config.get("topk_method", "greedy") != "greedy":
-        n_groups, top_groups = (read_number(config, name, defaults[name], null=1) or 1 for name in GROUPS)
+    n_groups, top_groups = (read_number(config, name, defaults[name], null=1) or 1 for name in GROUPS)
+    if version == 2 and config.get("topk_method", "greedy") == "greedy" or config.get("n_group", n_groups) is None:
+        n_groups, top_groups = 1, 1
     routing = {**(V3 if version == 3 else V2), "normalize_top_k": version == 3 and config.get("norm_topk_prob", True)}
     if n_groups == 1:
         del routing["group_score"]
