@@ -379,7 +379,7 @@ def slow_ranks_of(records: list[Record], training: float) -> Iterator[Cause]:
         yield Cause(f"waiting within training for slow ranks, last named: {names} times", share, share, remedy)
     elif mostly := mostly_slow_rank(steady(records)):
         number, count, of, waited = mostly
-        name = f"waiting within training for rank {number}, the slowest in {count} of {of} windows with a slow rank"
+        name = f"waiting within training for rank {number:.0f}, the slowest in {count} of {of} windows with a slow rank"
         yield Cause(name, training * waited, training * waited, remedy)
 
 
