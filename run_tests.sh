@@ -12,6 +12,7 @@ set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh
 ensure_environment test
+unset PYTHONDONTWRITEBYTECODE # where it is set, each of hundreds of processes would compile the package again
 parallel="-n 2 --dist worksteal" # tests of one rank run while those of many ranks wait
 case "${1:-}" in
   "") set -- $parallel --pairwise ;;

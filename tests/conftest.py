@@ -5,6 +5,7 @@ It also adds the options that `./run_tests.sh` sets: --pairwise (its default), -
 tests/support/selection.py explains, and --slurm for the tests that need a SLURM cluster.
 """
 
+import gc
 import os
 import signal
 import sys
@@ -71,6 +72,11 @@ def pytest_configure(config: pytest.Config) -> None:
         from tests.support.selection import DurationRecorder  # not above, where nothing of ours may be imported yet
 
         config.pluginmanager.register(DurationRecorder())
+
+
+def pytest_collection_finish() -> None:
+    """Exclude what has been imported and collected, millions of objects, from later collections of garbage."""
+    gc.freeze()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -77,10 +77,10 @@ def logits_of(folder, tokens=TOKENS):
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()(tokens).logits
 
 
-def assert_close(logits, expected):
-    """Compare to 1e-5 of the largest logit: matrices of another width sum in another order, and small logits are
+def assert_close(logits, expected, tolerance=1e-5):
+    """Compare to a part of the largest logit: matrices of another width sum in another order, and small logits are
     differences of large terms."""
-    assert (logits - expected).abs().max() <= 1e-5 * expected.abs().max()
+    assert (logits - expected).abs().max() <= tolerance * expected.abs().max()
 
 
 def embedding_and_head(model):
@@ -195,7 +195,9 @@ def test_new_tokens_are_trained_with_an_adapter_and_exported(kind, ranks, bases,
     assert cli.main(["export", str(run), "--to", str(merged), "--merge", "--dtype", "float32"]) == 0
     model, _ = inference_model.load_model(*find_checkpoint(run, None), torch.device("cpu"))
     with torch.no_grad():
-        assert_close(logits_of(merged), model(TOKENS))
+        # Merging rounds weights by up to 6e-8. After large steps this alone changes logits by 6e-6 of the largest, in
+        # float64, and with the sums of float32 by up to 1.1e-5, depending on the machine.
+        assert_close(logits_of(merged), model(TOKENS), tolerance=5e-5)
     hf_model = AutoModelForCausalLM.from_pretrained(merged)
     for rows, old in zip(
         embedding_and_head(hf_model), embedding_and_head(AutoModelForCausalLM.from_pretrained(base)), strict=True

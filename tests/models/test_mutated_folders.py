@@ -26,7 +26,7 @@ def test_mutated_configs(shape, spelling, tmp_path, is_full_run):
     if spelling == "transformers 5":
         transformers.AutoConfig.for_model(**config).save_pretrained(tmp_path / "written")
         config = json.loads((tmp_path / "written" / "config.json").read_text())
-    count = 80 if is_full_run else 20
+    count = 50 if is_full_run else 20
     counts = try_mutations(tmp_path / "changed", tmp_path / "weights", config, count, SEED)
     assert not counts.faults, "\n".join(counts.faults)
     assert counts.drawn["equal"] and counts.drawn["refused"]
@@ -40,6 +40,6 @@ def test_mutated_wrappers(kind, tmp_path, is_full_run):
     if is_flat:
         write_flat_config(tmp_path / "weights", tmp_path / "flat")
     config = json.loads((tmp_path / ("flat" if is_flat else "weights") / "config.json").read_text())
-    counts = try_mutations(tmp_path / "changed", tmp_path / "weights", config, 80 if is_full_run else 12, SEED)
+    counts = try_mutations(tmp_path / "changed", tmp_path / "weights", config, 40 if is_full_run else 12, SEED)
     assert not counts.faults, "\n".join(counts.faults)
     assert counts.drawn["equal"] and counts.drawn["refused"]
