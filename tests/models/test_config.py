@@ -107,6 +107,8 @@ def test_configs_that_the_model_cannot_represent_are_refused(tmp_path, change, e
 DECODER = ("num_key_value_heads", "rms_norm_eps", "max_position_embeddings", "rope_theta")
 LINEAR = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 LINEAR += ("linear_conv_kernel_dim", "partial_rotary_factor", "full_attention_interval")
+ROUTED = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "router_aux_loss_coef")
+ROUTED += ("shared_expert_intermediate_size",)
 OPTIONAL = {  # numbers that a config may leave out; those that may be null
     "llama3": (DECODER, DECODER[:1]),
     "mistral": ((*DECODER, "head_dim", "sliding_window"), ("num_key_value_heads", "head_dim", "sliding_window")),
@@ -145,12 +147,9 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         + ("first_k_dense_replace", "partial_rotary_factor"),
         (),
     ),
-    "qwen3_next": (
-        (*DECODER, "head_dim", *LINEAR, "moe_intermediate_size", "num_experts", "num_experts_per_tok")
-        + ("router_aux_loss_coef", "shared_expert_intermediate_size"),
-        (),
-    ),
+    "qwen3_next": ((*DECODER, "head_dim", *LINEAR, *ROUTED), ()),
     "qwen3_5": ((*DECODER, "head_dim", *LINEAR), ()),
+    "qwen3_5_moe": ((*DECODER, "head_dim", *LINEAR, *ROUTED), ()),
     "deepseek v3": (
         (*DECODER[1:], "first_k_dense_replace", "q_lora_rank", "n_group", "topk_group", "routed_scaling_factor")
         + ("aux_loss_alpha", "num_nextn_predict_layers"),

@@ -99,6 +99,10 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("qwen3_moe", "30B-A3B"): 30_532_122_624,
     ("qwen3_moe", "235B-A22B"): 235_093_634_560,
     ("qwen3_next", "80B-A3B"): 79_674_391_296,  # without multi-token prediction
+    # the text part, without multi-token prediction
+    ("qwen3_5_moe", "35B-A3B"): 34_660_610_688,
+    ("qwen3_5_moe", "122B-A10B"): 122_111_526_912,
+    ("qwen3_5_moe", "397B-A17B"): 396_346_350_336,
     ("smollm3", "3B"): 3_075_098_624,
 }
 ACTIVE = {  # parameters that one token uses
@@ -117,6 +121,9 @@ ACTIVE = {  # parameters that one token uses
     ("mixtral", "8x22B"): 39_152_031_744,
     ("qwen3_moe", "30B-A3B"): 3_353_032_704,
     ("qwen3_moe", "235B-A22B"): 22_190_763_520,
+    ("qwen3_5_moe", "35B-A3B"): 3_454_988_928,
+    ("qwen3_5_moe", "122B-A10B"): 9_771_288_576,
+    ("qwen3_5_moe", "397B-A17B"): 17_349_040_896,
 }
 ROUTED = [name for name in SIZES if MODELS[name].balance is not None]
 DENSE = [name for name in SIZES if name not in ROUTED]

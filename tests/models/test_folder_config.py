@@ -119,6 +119,8 @@ PUBLISHED = {
     "qwen3_next": {"use_sliding_window": False, "output_router_logits": False, "rope_scaling": None},
     "qwen3_5_text": {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1}
     | {"mtp_use_dedicated_embeddings": False, "full_attention_interval": 2},
+    "qwen3_5_moe_text": {"attn_output_gate": True, "mamba_ssm_dtype": "float32", "mtp_num_hidden_layers": 1}
+    | {"mtp_use_dedicated_embeddings": False, "mlp_only_layers": [], "router_aux_loss_coef": 0.001},
     "mixtral": {"sliding_window": None, "output_router_logits": False, "router_jitter_noise": 0.0},
     "qwen2": {"use_sliding_window": False, "max_window_layers": 28, "sliding_window": 32768, "use_mrope": False},
     "qwen3": {"use_sliding_window": False, "max_window_layers": 36, "sliding_window": None, "attention_bias": False},

@@ -235,6 +235,9 @@ def test_impossible_sizes_are_refused(shape, change, message):
         ("qwen3_next", {"layer_types": ["linear_attention"] * 2}, "layer_types = .*allowed: 3 entries"),
         ("qwen3_5", {"attention_bias": True}, "attention_bias = True, but this model only has False"),
         ("qwen3_5", {"attn_output_gate": False}, "attn_output_gate = False"),
+        ("qwen3_5_moe", {"norm_topk_prob": False}, "norm_topk_prob = False"),
+        ("qwen3_5_moe", {"mlp_only_layers": [0]}, r"mlp_only_layers = \[0\]"),
+        ("qwen3_5_moe", {"shared_expert_intermediate_size": 24}, "allowed: a multiple of moe_intermediate_size = 16"),
         ("qwen2_moe", {"qkv_bias": None}, "qkv_bias = None; allowed: true or false"),
         *((shape, {"hidden_act": "relu"}, "hidden_act = 'relu'") for shape in GATED),
         *((shape, {"attention_sinks": 4}, "attention_sinks") for shape in GATED),
@@ -246,7 +249,7 @@ def test_a_config_of_another_model_is_refused(shape, change, message):
 
 
 @pytest.mark.parametrize("n_layers", [1, 3])
-@pytest.mark.parametrize("shape", ["mixtral", "mixtral window", "qwen2_moe", "gpt_oss", "qwen3_next"])
+@pytest.mark.parametrize("shape", ["mixtral", "mixtral window", "qwen2_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe"])
 def test_the_auxiliary_loss_of_experts_is_that_of_transformers(shape, n_layers):
     """Of a sequence, as the mean over the layers; transformers joins the layers before it judges their balance."""
     spec, args, reference, config_class = parts(shape)
@@ -286,6 +289,7 @@ def test_the_auxiliary_loss_of_experts_is_that_of_transformers(shape, n_layers):
             "n_shared_experts = 0: transformers' Qwen 3-Next has at least 1",
         ),
         ("mixtral", {"normalize_top_k": False}, "normalize_top_k = False: transformers' Mixtral only has True"),
+        ("qwen3_5_moe", {"normalize_top_k": False}, "normalize_top_k = False: transformers' Qwen 3.5 only has True"),
         ("gpt_oss", {"score": "sigmoid"}, "score = 'sigmoid': transformers' gpt-oss only has 'softmax'"),
     ],
 )

@@ -8,7 +8,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from tests.support.hf_parity import build, refuse_folder, same, write_folder
+from tests.support.hf_parity import build, refuse_folder, same, to_memory_names, write_folder
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import DEEPSEEK, QWEN3_MOE
 from torchtitan.models.deepseek.model import HF, Deepseek
@@ -132,6 +132,39 @@ def test_experts_load_sharded_within_their_matrices(dim, tmp_path):
     write_folder(tmp_path, tensors, WIDE, HF, config=config_of((128, 128)))
     for state in run_ranks(2, split_experts, str(tmp_path), dim):
         assert all(torch.equal(value, expected[name]) for name, value in state.items())
+
+
+# experts in one tensor
+
+
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_experts_that_are_one_tensor_load_whole_and_sharded(dim, tmp_path):
+    expected = build(Deepseek, WIDE).state_dict()
+    write_folder(tmp_path, to_memory_names(HF.to_hf(expected, WIDE), WIDE), WIDE, HF)
+    model = build(Deepseek, WIDE, seed=1)
+    HF.load_hf(tmp_path, model, WIDE)
+    assert same(model.state_dict(), expected)
+    for state in run_ranks(2, split_experts, str(tmp_path), dim):
+        assert all(torch.equal(value, expected[name]) for name, value in state.items())
+
+
+STACK = "model.layers.2.mlp.experts.gate_up_proj"
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({STACK: None}, f"{STACK} is missing"),
+        ({STACK: torch.ones(8, 16, 32)}, rf"{STACK} has shape \(8, 16, 32\), the model's is \(8, 32, 32\)"),
+        ({EXPERT: torch.ones(16, 32)}, f"{EXPERT} is not part of the model"),
+        ({STACK: torch.ones(8, 32, 32).to(torch.float8_e4m3fn)}, f"{STACK} is stored as F8_E4M3; readable are"),
+    ],
+)
+def test_one_tensor_of_experts_that_does_not_fit_is_reported(change, message, tmp_path):
+    tensors = to_memory_names(HF.to_hf(build(Deepseek, TINY).state_dict(), TINY), TINY) | change
+    tensors = {name: value for name, value in tensors.items() if value is not None}
+    write_folder(tmp_path, tensors, TINY, HF, config=config_of((7, 10)))
+    refuse_folder(Deepseek, TINY, HF, tmp_path, message)
 
 
 def assert_refused(folder, message, change=None, config=None):

@@ -635,7 +635,12 @@ def delta_nets() -> list[Combination]:
     experts = dict(model="qwen3_next", microbatch_size=1, document_mask=True)
     rows += [Combination(**EXPERT_LAYOUTS[name], **experts) for name in ("FSDP 2", "CP 2", "TP 2", "HSDP 2x2")]
     overlap = dict(schedule="DualPipeV", overlap=True)
-    return rows + [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **experts, **overlap)]
+    rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **experts, **overlap)]
+    separate = dict(model="qwen3_5_moe", microbatch_size=1, document_mask=True)
+    rows += [Combination(**LAYOUTS[name], **separate) for name in ("FSDP 2", "DDP 2")]
+    rows += [Combination(**COMPOSED[name], **separate) for name in ("TP 2", "CP 2", "PP 2")]
+    rows += [Combination(**EXPERT_LAYOUTS["TP 2"], **separate)]
+    return rows + [Combination(**LAYOUTS["FSDP 2"], model="qwen3_5_moe", adapter="lora", recompute="op")]
 
 
 def group_attention() -> list[Combination]:

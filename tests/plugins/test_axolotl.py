@@ -118,6 +118,8 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ({"base_model": "mistralai/Mixtral-8x7B-v0.1"}, FULL, {"model.name": "mixtral"}),
     ({"base_model": "zai-org/GLM-4.5-Air"}, FULL, {"model.name": "glm4_moe"}),
     ({"base_model": "Qwen/Qwen3-Next-80B-A3B-Instruct"}, FULL, {"model.name": "qwen3_next"}),
+    ({"base_model": "Qwen/Qwen3.5-35B-A3B"}, FULL, {"model.name": "qwen3_5_moe"}),
+    ({"base_model": "Qwen/Qwen3.6-27B"}, FULL, {"model.name": "qwen3_5"}),
     ({"base_model": "Qwen/Qwen1.5-MoE-A2.7B"}, FULL, {"model.name": "qwen2_moe"}),
     ({"base_model": "Qwen/Qwen2-57B-A14B"}, FULL, {"model.name": "qwen2_moe"}),
     ({"base_model": "Qwen/Qwen3-30B-A3B"}, FULL, {"model.name": "qwen3_moe"}),

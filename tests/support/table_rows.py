@@ -59,6 +59,7 @@ MICRO_SIZES = {
     "glm4_moe": dict(n_kv_heads=2, head_dim=16, rotary_dim=8, ffn_dim=96, expert_dim=32, qk_norm=True),
     "qwen3_next": DELTA | dict(expert_dim=32, aux_loss_weight=0.1),
     "qwen3_5": DELTA | dict(ffn_dim=96),
+    "qwen3_5_moe": DELTA | dict(expert_dim=32, aux_loss_weight=0.1),
     "opt": dict(ffn_dim=96, max_seq_len=32, order="post", embed_dim=32),
     "phi3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7),
     "phi4": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),

@@ -20,7 +20,7 @@ from torchtitan.models.qwen2 import Qwen2Args
 from torchtitan.models.qwen2_moe import Qwen2MoEArgs
 from torchtitan.models.qwen3 import Qwen3Args
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
-from torchtitan.models.qwen3_next import Qwen3NextArgs, Qwen35Args
+from torchtitan.models.qwen3_next import Qwen3NextArgs, Qwen35Args, Qwen35MoEArgs
 from torchtitan.models.roberta import RobertaArgs
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.models.smollm3 import SmolLM3Args
@@ -212,6 +212,7 @@ _EXPERTS = {
     "qwen3_next tied": replace(
         _QWEN3_NEXT, delta_key_heads=4, conv_taps=2, full_interval=3, tied_embeddings=True, normalize_top_k=False
     ),
+    "qwen3_5_moe": Qwen35MoEArgs(**_TINY_EXPERTS | _DELTA, n_shared_experts=2),
     "qwen2_moe without biases": replace(_QWEN2_MOE, qkv_bias=False, normalize_top_k=True, n_shared_experts=1),
 }
 _GATED = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, vocab_size=64, max_seq_len=128)

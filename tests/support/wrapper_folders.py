@@ -36,6 +36,7 @@ PARTS_OF = {
     "qwen2_audio": dict(audio_config=_SOUND | dict(model_type="qwen2_audio_encoder")),
     "qwen2_vl": dict(vision_config=_QWEN | dict(embed_dim=64)),
     "qwen3_5": dict(vision_config=_QWEN),
+    "qwen3_5_moe": dict(vision_config=_QWEN),
     "qwen3_vl": dict(vision_config=_QWEN | dict(deepstack_visual_indexes=[0])),
     "smolvlm": dict(vision_config=_IDEFICS),
     "video_llava": dict(vision_config=_CLIP),

@@ -106,18 +106,25 @@ class StoredWeights:
         is_ignored: Callable[[str], bool],
         optional_names: Collection[str] = (),
     ):
-        self.path, self.tensor_map, self.shapes, self.is_ignored = Path(path), tensor_map, shapes, is_ignored
+        self.path, self.shapes, self.is_ignored = Path(path), shapes, is_ignored
         self.optional_names, self.missing_head = frozenset(optional_names), frozenset[str]()
-        self.hf_names_by_name = {
-            name: tensor_map.hf_names(name) for name in shapes if not (tensor_map.tied and name == "output.weight")
-        }
+        self._use(tensor_map)
         self.stack = ExitStack()
+
+    def _use(self, tensor_map: TensorMap) -> None:
+        self.tensor_map = tensor_map
+        self.hf_names_by_name = {
+            name: tensor_map.hf_names(name) for name in self.shapes if not (tensor_map.tied and name == "output.weight")
+        }
 
     def __enter__(self) -> "StoredWeights":
         folder = self.path.parent if self.path.is_file() else self.path
         stored_files, (block, may_be_packed) = tensor_files(self.path), _quantization(folder)
         stored_names = text_tensors(find_text_config(self.path), stored_files)
         files = {hf_name: stored_files[stored_name] for hf_name, stored_name in stored_names.items()}
+        stacks = self.tensor_map.with_stacks()
+        if any(hf_name in files for name in self.shapes if stacks.is_stack(name) for hf_name in stacks.hf_names(name)):
+            self._use(stacks)
         prefix = self.tensor_map.optional_prefix
         if prefix and not any(hf_name.startswith(prefix) for hf_name in files):
             without_prefix = {
@@ -247,6 +254,11 @@ def read_part(stored: list[Any], tensor: torch.Tensor, name: str, tensor_map: Te
         names, last = tensor_map.joined_names(name), spans[-1]
         columns = slice(last.start * len(names), last.stop * len(names))
         local.copy_(stored[0][(*spans[:-1], columns)][..., names.index(name) :: len(names)])
+        return
+    if tensor_map.is_stack(name):
+        before = tensor_map.joined_names(name).index(name) * shape[2]
+        rows = slice(spans[2].start + before, spans[2].stop + before)
+        local.copy_(stored[0][spans[0], rows, spans[1]].transpose(1, 2))
         return
     before, _ = tensor_map.place(name, shape[0])  # rows before ours in a joint stored tensor
     if tensor_map.is_reordered(name):

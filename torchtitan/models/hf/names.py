@@ -51,6 +51,13 @@ EXPERTS = {
     "moe.experts.w3": "mlp.experts.*.up_proj.weight",
 }
 """[experts, in, out] here; in the HF format [out, in] for each expert, with its number in place of the star."""
+STACKS = {
+    "mlp.experts.*.gate_proj.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.*.up_proj.weight": "mlp.experts.gate_up_proj",
+    "mlp.experts.*.down_proj.weight": "mlp.experts.down_proj",
+}
+"""Names of single experts' matrices -> those in the memory of transformers 5, and in some folders: [experts, out, in],
+with the rows of all gates before those that they multiply."""
 
 
 def is_after_layers(name: str, args: Any) -> bool:
@@ -78,7 +85,8 @@ class TensorMap:
     `outer_names`: names outside of the layers. `layers`: the prefix of a layer's number in HF names. `optional_prefix`:
     the part of this prefix that a folder may omit everywhere, as one of a model without a head does.
 
-    `interleaved`: names of which the joined ones alternate along the last dimension instead.
+    `interleaved`: names of which the joined ones alternate along the last dimension instead. `stacks`: names of
+    [experts, in, out] with one HF tensor [experts, out, in], of which the joined ones follow each other along `out`.
     `head_rows`: of a reordered tensor, the rows of each head, where they are not `head_dim`.
     `head`: our names that belong to the task of the model, which a folder of a model for another task lacks.
     `reordered`: tensors with rows in another order, by heads of `head_dim` rows, of which only the first `rotary_dim`
@@ -96,6 +104,7 @@ class TensorMap:
     reordered: frozenset[str] = frozenset()
     transposed: frozenset[str] = frozenset()
     interleaved: frozenset[str] = frozenset()
+    stacks: frozenset[str] = frozenset()
     head_dim: int = 0
     rotary_dim: int = 0
     head_rows: Mapping[str, int] = field(default_factory=dict)
@@ -125,6 +134,12 @@ class TensorMap:
 
         outer_names = {ours: moved(hf_name) for ours, hf_name in self.outer_names.items()}
         return replace(self, layers=moved(self.layers), outer_names=outer_names, _ours={})
+
+    def with_stacks(self) -> "TensorMap":
+        """Return the names and layouts in a folder that stacks experts (STACKS), which is read but not written."""
+        stacks = {name for name, hf_name in self.layer_names.items() if hf_name in STACKS}
+        names = {name: STACKS.get(hf_name, hf_name) for name, hf_name in self.layer_names.items()}
+        return replace(self, layer_names=names, stacks=frozenset(stacks), _ours={})
 
     def joined_names(self, name: str) -> list[str]:
         """Return the names of all tensors that share this one's HF tensor, in order, including this one."""
@@ -205,12 +220,18 @@ class TensorMap:
             return shape[2], shape[1]
         if self.is_interleaved(name):
             return *shape[:-1], len(self.joined_names(name)) * shape[-1]
+        if self.is_stack(name):
+            return shape[0], len(self.joined_names(name)) * shape[2], shape[1]
         shape = (self.place(name, shape[0])[1], *shape[1:])
         return shape[::-1] if self.is_transposed(name) else shape
 
     def is_stacked(self, name: str) -> bool:
         """Return True if the tensor stacks all experts."""
         return "*" in self.layer_names.get(_within_layer(name), "")
+
+    def is_stack(self, name: str) -> bool:
+        """Return True if the HF tensor has the matrices of all experts, transposed."""
+        return _within_layer(name) in self.stacks
 
     def is_interleaved(self, name: str) -> bool:
         """Return True if the tensor's columns alternate with others' in the HF format."""

@@ -21,8 +21,8 @@ TEXT, OUTSIDE = "text_config", "outside text_config"
 TIED = "tie_word_embeddings"
 
 
-def _sizes(vocabulary: int, dim: int, ffn_dim: int, layers: int, heads: int) -> dict[str, Any]:
-    sizes = {"vocab_size": vocabulary, "hidden_size": dim, "intermediate_size": ffn_dim}
+def _sizes(vocabulary: int, dim: int, ffn_dim: int | None, layers: int, heads: int) -> dict[str, Any]:
+    sizes = {"vocab_size": vocabulary, "hidden_size": dim} | ({"intermediate_size": ffn_dim} if ffn_dim else {})
     return sizes | {"num_hidden_layers": layers, "num_attention_heads": heads}
 
 
@@ -37,6 +37,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen2_vl_text": _QWEN2_VL,
     "qwen3": _sizes(151936, 4096, 22016, 32, 32),
+    "qwen3_5_moe_text": _sizes(248320, 2048, None, 40, 16),
     "qwen3_5_text": _sizes(248320, 4096, 12288, 32, 16),
     "qwen3_vl_text": _sizes(151936, 4096, 22016, 32, 32) | {"max_position_embeddings": 128000, "rope_theta": 5e5},
 }
@@ -91,6 +92,7 @@ WRAPPERS = {
     "qwen2_audio": Wrapper("qwen2", None),
     "qwen2_vl": Wrapper("qwen2_vl_text", or_text_tied=True, may_be_flat=True, prefixes=_QWEN),
     "qwen3_5": Wrapper("qwen3_5_text", prefixes=_WITH_DEPTHS),
+    "qwen3_5_moe": Wrapper("qwen3_5_moe_text", prefixes=_WITH_DEPTHS),
     "qwen3_vl": Wrapper("qwen3_vl_text", prefixes=_PARTED),
     "smolvlm": Wrapper("llama", prefixes=_IDEFICS),
     "video_llava": Wrapper("llama"),

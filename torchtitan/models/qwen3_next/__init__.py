@@ -116,6 +116,14 @@ class Qwen3NextArgs(DeltaNetArgs, GroupedMoEArgs):
 
 
 @dataclass(frozen=True, kw_only=True)
+class Qwen35MoEArgs(Qwen3NextArgs):
+    """Arguments of Qwen 3.5 with experts in all layers."""
+
+    vocab_size: int = 248320
+    joint_projections: ClassVar = False
+
+
+@dataclass(frozen=True, kw_only=True)
 class Qwen35Args(DeltaNetArgs, GatedArgs):
     """Arguments of Qwen 3.5 without experts."""
 
@@ -141,17 +149,26 @@ EXPERT_SIZES = {
     "top_k": ("num_experts_per_tok", 10),
     "aux_loss_weight": ("router_aux_loss_coef", 0.001),
 }
+QWEN3_5_EXPERT_SIZES = EXPERT_SIZES | {"n_experts": ("num_experts", 256), "top_k": ("num_experts_per_tok", 8)}
 DELTA, FULL = "linear_attention", "full_attention"
 """transformers' names of the kinds of layers."""
 
 _delta: dict[str, Any] = dict(delta_key_heads=4, delta_value_heads=8, delta_key_dim=32, delta_value_dim=32)
 _debug: dict[str, Any] = DEBUG | _delta | dict(n_layers=8, rotary_dim=8)
 _experts: dict[str, Any] = {name: size for name, size in _debug.items() if name != "ffn_dim"}
+_experts |= dict(expert_dim=128, n_experts=8, top_k=2)
 QWEN3_NEXT = {
-    "debugmodel": Qwen3NextArgs(**_experts, expert_dim=128, n_experts=8, top_k=2),
+    "debugmodel": Qwen3NextArgs(**_experts),
     "80B-A3B": Qwen3NextArgs(dim=2048, n_layers=48, n_heads=16, expert_dim=512, n_experts=512, top_k=10),
 }
 QWEN3_5 = {"debugmodel": Qwen35Args(**_debug)}
+_large: dict[str, Any] = dict(n_heads=32, expert_dim=1024, delta_value_heads=64)
+QWEN3_5_MOE = {
+    "debugmodel": Qwen35MoEArgs(**_experts),
+    "35B-A3B": Qwen35MoEArgs(dim=2048, n_layers=40, n_heads=16, expert_dim=512, n_experts=256, top_k=8),
+    "122B-A10B": Qwen35MoEArgs(dim=3072, n_layers=48, n_experts=256, top_k=8, **_large),
+    "397B-A17B": Qwen35MoEArgs(dim=4096, n_layers=60, n_experts=512, top_k=10, **_large),
+}
 
 
 def _delta_config(args: Any, dtype: Any) -> dict[str, Any]:
@@ -187,42 +204,58 @@ def _delta_sizes(config: Mapping[str, Any], kv_heads: int, *needed: str) -> dict
     }
 
 
-def _next_to_hf(args: Qwen3NextArgs, dtype: Any = "float32") -> dict[str, Any]:
-    """Return the fields of transformers' Qwen3NextConfig. Raises JobError for unsupported routing."""
-    check_exported(args, PLAIN_SOFTMAX, "Qwen 3-Next")
+def _expert_config(args: Qwen3NextArgs, dtype: Any, only: Mapping[str, Any], family: str) -> dict[str, Any]:
+    """Return the fields that families with experts share. Raises JobError for other routing than `only`."""
+    check_exported(args, only, family)
     if args.n_shared_experts == 0:
-        raise JobError("n_shared_experts = 0: transformers' Qwen 3-Next has at least 1")
-    return (
-        _delta_config(args, dtype)
-        | {key: getattr(args, name) for name, (key, _) in EXPERT_SIZES.items()}
-        | {
-            "architectures": ["Qwen3NextForCausalLM"],
-            "model_type": "qwen3_next",
-            "intermediate_size": args.expert_dim * args.top_k,  # of dense layers; there are none
-            "shared_expert_intermediate_size": args.n_shared_experts * args.expert_dim,
-            "norm_topk_prob": args.normalize_top_k,
-            "decoder_sparse_step": 1,
-            "mlp_only_layers": [],
-        }
-    )
+        raise JobError(f"n_shared_experts = 0: transformers' {family} has at least 1")
+    sizes = {key: getattr(args, name) for name, (key, _) in EXPERT_SIZES.items()}
+    width = {"shared_expert_intermediate_size": args.n_shared_experts * args.expert_dim}
+    return _delta_config(args, dtype) | sizes | width
 
 
-def _next_from_hf(config: Mapping[str, Any]) -> Qwen3NextArgs:
-    check_supported(config, {"decoder_sparse_step": 1, "mlp_only_layers": []}, nullable=("mlp_only_layers",))
-    read_number(config, "decoder_sparse_step", 1)  # transformers refuses null here
+def _expert_sizes(config: Mapping[str, Any], names: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """Return the arguments that `_expert_config` writes. `names`: keys and defaults as in EXPERT_SIZES."""
     sizes = _delta_sizes(config, 2)
-    sizes |= {name: read_number(config, key, default) for name, (key, default) in EXPERT_SIZES.items()}
+    sizes |= {name: read_number(config, key, default) for name, (key, default) in names.items()}
     width = read_number(config, "shared_expert_intermediate_size", 512)
     if width < 1 or sizes["expert_dim"] < 1 or width % sizes["expert_dim"]:
         raise JobError(
             f"shared_expert_intermediate_size = {width}; allowed: a multiple of moe_intermediate_size = "
             f"{sizes['expert_dim']}"
         )
-    return Qwen3NextArgs(
-        **sizes,
-        n_shared_experts=width // sizes["expert_dim"],
-        normalize_top_k=read_flag(config, "norm_topk_prob", True),
-    )
+    return sizes | {"n_shared_experts": width // sizes["expert_dim"]}
+
+
+def _next_to_hf(args: Qwen3NextArgs, dtype: Any = "float32") -> dict[str, Any]:
+    """Return the fields of transformers' Qwen3NextConfig. Raises JobError for unsupported routing."""
+    return _expert_config(args, dtype, PLAIN_SOFTMAX, "Qwen 3-Next") | {
+        "architectures": ["Qwen3NextForCausalLM"],
+        "model_type": "qwen3_next",
+        "intermediate_size": args.expert_dim * args.top_k,  # of dense layers; there are none
+        "norm_topk_prob": args.normalize_top_k,
+        "decoder_sparse_step": 1,
+        "mlp_only_layers": [],
+    }
+
+
+def _next_from_hf(config: Mapping[str, Any]) -> Qwen3NextArgs:
+    check_supported(config, {"decoder_sparse_step": 1, "mlp_only_layers": []}, nullable=("mlp_only_layers",))
+    read_number(config, "decoder_sparse_step", 1)  # transformers refuses null here
+    sizes = _expert_sizes(config, EXPERT_SIZES)
+    return Qwen3NextArgs(**sizes, normalize_top_k=read_flag(config, "norm_topk_prob", True))
+
+
+def _moe_to_hf(args: Qwen35MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
+    """Return the fields of transformers' Qwen3_5MoeTextConfig. Raises JobError for unsupported routing."""
+    return _expert_config(args, dtype, {**PLAIN_SOFTMAX, "normalize_top_k": True}, "Qwen 3.5") | {
+        "architectures": ["Qwen3_5MoeForCausalLM"],
+        "model_type": "qwen3_5_moe_text",
+    }
+
+
+def _moe_from_hf(config: Mapping[str, Any]) -> Qwen35MoEArgs:
+    return Qwen35MoEArgs(**_expert_sizes(_with_text_positions(config), QWEN3_5_EXPERT_SIZES))
 
 
 def _dense_to_hf(args: Qwen35Args, dtype: Any = "float32") -> dict[str, Any]:
@@ -236,19 +269,25 @@ def _dense_to_hf(args: Qwen35Args, dtype: Any = "float32") -> dict[str, Any]:
 
 def _dense_from_hf(config: Mapping[str, Any]) -> Qwen35Args:
     check_numbers(config, ("intermediate_size",))
-    config = dict(config)
-    for name in ("rope_parameters", "rope_scaling"):
-        if isinstance(table := config.get(name), Mapping):  # of a text all three coordinates are the position
-            config[name] = {key: value for key, value in table.items() if key not in IMAGE_ROPE_KEYS}
-    return Qwen35Args(**_delta_sizes(config, 4), ffn_dim=config["intermediate_size"])
+    return Qwen35Args(**_delta_sizes(_with_text_positions(config), 4), ffn_dim=config["intermediate_size"])
+
+
+def _with_text_positions(config: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a config with one position for each token: those of a text are equal in time, height and width."""
+    tables = {name: config[name] for name in ("rope_parameters", "rope_scaling") if isinstance(config.get(name), dict)}
+    return dict(config) | {
+        name: {key: value for key, value in table.items() if key not in IMAGE_ROPE_KEYS}
+        for name, table in tables.items()
+    }
 
 
 IMAGE_ROPE_KEYS = ("mrope_section", "mrope_interleaved")
 """Keys of rotary positions with a height and a width."""
 _USED = ("head_dim", "partial_rotary_factor", "full_attention_interval", "layer_types")
 _USED += tuple(key for key, _ in DELTA_SIZES.values())
-_EXPERT_KEYS = tuple(key for key, _ in EXPERT_SIZES.values())
-_EXPERT_KEYS += ("shared_expert_intermediate_size", "norm_topk_prob", "decoder_sparse_step", "mlp_only_layers")
+_EXPERT_KEYS = ("shared_expert_intermediate_size", *(key for key, _ in EXPERT_SIZES.values()))
+_LAYERS = {"norm_topk_prob": True, "decoder_sparse_step": 1, "mlp_only_layers": []}
+"""Keys of the router, and of the layers with experts, with the values that all models of Qwen 3.5 have."""
 _NOT_COMPUTED = (
     "use_sliding_window",
     "sliding_window",
@@ -259,19 +298,28 @@ NEXT_CONFIG = ConfigConverter(
     to_hf=_next_to_hf,
     from_hf=_next_from_hf,
     keys=config_keys(
-        DECODER_KEYS - {"intermediate_size"} | {*_USED, *_EXPERT_KEYS},
+        DECODER_KEYS - {"intermediate_size"} | {*_USED, *_EXPERT_KEYS, *_LAYERS},
         harmless=("intermediate_size", *_NOT_COMPUTED),
     ),
     aliases={"num_local_experts": "num_experts"},
 )
 # depths of multi-token prediction are not read, as by transformers; the type of states is of other programs
 _OTHER_PROGRAMS = ("mtp_num_hidden_layers", "mtp_use_dedicated_embeddings", "mamba_ssm_dtype")
+_GATE = {"attn_output_gate": True}
 DENSE_CONFIG = ConfigConverter(
     model_types=("qwen3_5_text",),
     to_hf=_dense_to_hf,
     from_hf=_dense_from_hf,
+    keys=config_keys(DECODER_KEYS | {*_USED}, harmless=(*_OTHER_PROGRAMS, *_NOT_COMPUTED), defaults=_GATE),
+)
+MOE_CONFIG = ConfigConverter(
+    model_types=("qwen3_5_moe_text",),
+    to_hf=_moe_to_hf,
+    from_hf=_moe_from_hf,
     keys=config_keys(
-        DECODER_KEYS | {*_USED}, harmless=(*_OTHER_PROGRAMS, *_NOT_COMPUTED), defaults={"attn_output_gate": True}
+        DECODER_KEYS - {"intermediate_size"} | {*_USED, *_EXPERT_KEYS},
+        harmless=("intermediate_size", *_OTHER_PROGRAMS, *_NOT_COMPUTED),
+        defaults=_GATE | _LAYERS,
     ),
 )
 
@@ -280,4 +328,5 @@ _SPECS = "torchtitan.models.qwen3_next.model"
 DELTA_NETS = {
     "qwen3_next": Family(sizes=QWEN3_NEXT, config=NEXT_CONFIG, spec=f"{_SPECS}:NEXT_SPEC", publisher="Qwen"),
     "qwen3_5": Family(sizes=QWEN3_5, config=DENSE_CONFIG, spec=f"{_SPECS}:DENSE_SPEC", publisher="Qwen"),
+    "qwen3_5_moe": Family(sizes=QWEN3_5_MOE, config=MOE_CONFIG, spec=f"{_SPECS}:MOE_SPEC", publisher="Qwen"),
 }

@@ -20,7 +20,7 @@ from torchtitan.models.moe import router
 from torchtitan.models.moe.decoder import PLAN as EXPERT_PLAN
 from torchtitan.models.moe.decoder import ExpertDecoder
 from torchtitan.models.qwen2_moe.model import NAMES as EXPERT_NAMES
-from torchtitan.models.qwen3_next import DENSE_CONFIG, NEXT_CONFIG
+from torchtitan.models.qwen3_next import DENSE_CONFIG, MOE_CONFIG, NEXT_CONFIG
 from torchtitan.models.qwen3_next.layer import GatedDeltaNet
 from torchtitan.models.spec import HuggingFace, ModelSpec
 from torchtitan.parallelisms.plan import ParallelPlan
@@ -50,6 +50,10 @@ class DeltaNetDecoder(GatedDecoder):
 
 class Qwen3Next(DeltaNetDecoder, ExpertDecoder):
     """A Qwen 3-Next: experts in all layers, and shared ones that a gate weighs."""
+
+
+class Qwen35MoE(Qwen3Next):
+    """The text model of a Qwen 3.5 with experts in all layers, and shared ones that a gate weighs."""
 
 
 class Qwen35(DeltaNetDecoder):
@@ -119,3 +123,4 @@ def _spec(
 
 NEXT_SPEC = _spec(Qwen3Next, NEXT_CONFIG, JOINT | EXPERT_NAMES, EXPERT_PLAN, router)
 DENSE_SPEC = _spec(Qwen35, DENSE_CONFIG, SEPARATE, GATED_PLAN)
+MOE_SPEC = _spec(Qwen35MoE, MOE_CONFIG, SEPARATE | EXPERT_NAMES, EXPERT_PLAN, router)

@@ -40,7 +40,9 @@ from torchtitan.plugins.importers.translation import (
 
 MODEL_TYPES = {"distill-qwen": "qwen2", "distill-llama": "llama", "qwen1.5-moe": "qwen2_moe"}
 MODEL_TYPES |= {"qwen2-57b-a14b": "qwen2_moe", "qwen3-30b-a3b": "qwen3_moe", "qwen3-235b-a22b": "qwen3_moe"}
-MODEL_TYPES |= {"qwen3-next": "qwen3_next", "qwen3.5": "qwen3_5_text", "gemma-3n": "gemma3n_text"}
+MODEL_TYPES |= {f"qwen3.{n}-{size}": "qwen3_5_moe_text" for n in (5, 6) for size in ("35b-a", "122b-a", "397b-a")}
+MODEL_TYPES |= {"qwen3-next": "qwen3_next", "qwen3.5": "qwen3_5_text", "qwen3.6": "qwen3_5_text"}
+MODEL_TYPES |= {"gemma-3n": "gemma3n_text"}
 MODEL_TYPES |= {"-vision": "mllama", "qwen3-vl-30b-a3b": "qwen3_vl_moe", "qwen3-vl-235b-a22b": "qwen3_vl_moe"}
 MODEL_TYPES |= {"llava-v1.6-mistral": "mistral", "llava-1.5": "llama", "pixtral": "mistral", "magistral": "mistral"}
 MODEL_TYPES |= {"smolvlm": "llama", "voxtral": "llama"}

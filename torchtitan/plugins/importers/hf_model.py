@@ -13,7 +13,7 @@ from torchtitan.plugins.importers.translation import BALANCE, ROUTER_LOSS, JobDr
 
 DROPOUT = ("dropout", "attention_dropout")
 """Sizes of models with dropout."""
-WITH_ROUTER_LOSS = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next")
+WITH_ROUTER_LOSS = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe")
 """Families for which transformers has a loss that balances the experts."""
 UNKNOWN = "bfloat16"
 """Type of the weights of a folder that is not on this machine."""
