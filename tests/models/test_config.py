@@ -126,6 +126,7 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
     "olmo2": ((*DECODER, "head_dim"), DECODER[:1]),
     "olmo3": ((*DECODER[:-1], "head_dim", "sliding_window"), DECODER[:1]),
     "phi3": ((*DECODER, "head_dim", "sliding_window"), ("num_key_value_heads", "sliding_window")),
+    "seed_oss": ((*DECODER, "head_dim", "residual_dropout"), (DECODER[0], "head_dim")),
     "smollm3": ((*DECODER, "head_dim", "no_rope_layer_interval"), DECODER[:1]),
     # transformers cannot build a Qwen whose head_dim is null
     "qwen2": ((*DECODER, "head_dim"), ("num_key_value_heads",)),

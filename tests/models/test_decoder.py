@@ -103,6 +103,7 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("qwen3_5_moe", "35B-A3B"): 34_660_610_688,
     ("qwen3_5_moe", "122B-A10B"): 122_111_526_912,
     ("qwen3_5_moe", "397B-A17B"): 396_346_350_336,
+    ("seed_oss", "36B"): 36_151_104_512,
     ("smollm3", "3B"): 3_075_098_624,
 }
 ACTIVE = {  # parameters that one token uses

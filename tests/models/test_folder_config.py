@@ -21,6 +21,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.models import FAMILIES
 from torchtitan.models.hf.config import end_token_ids
 from torchtitan.models.llama import LlamaArgs
+from torchtitan.models.seed_oss import DROPOUTS
 from torchtitan.models.spec import MODELS
 
 LLAMA_HF = MODELS["llama3"].hf
@@ -105,6 +106,8 @@ PUBLISHED = {
     "olmo3": {"attention_dropout": 0.0, "use_cache": True},
     "phi3": {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
     | {"original_max_position_embeddings": 4096, "rope_scaling": None, "attention_bias": False},
+    "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.1, "rope_scaling": {"rope_type": "default"}}
+    | {"pretraining_tp": 1, "use_cache": True},
     "smollm3": {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 28, "pretraining_tp": 2}
     | {"rope_scaling": None},
     "glm4_moe": {"num_nextn_predict_layers": 1, "rope_scaling": None},
@@ -172,8 +175,18 @@ def test_keys_that_only_some_published_models_have_are_known(model_type, keys):
 
 def test_a_job_may_drop_out_less_than_the_folder_that_it_starts_from():
     """As flavors do: none has the dropout of published folders, and context parallel but for allgather refuses it."""
-    args, converter = BY_MODEL_TYPE["granite"], MODELS["granite"].hf.config
-    assert not converter.differing_fields(replace(args, attention_dropout=0.1), args)
+    for family, dropouts in (("granite", DROPOUTS[:1]), ("seed_oss", DROPOUTS)):
+        args, converter = BY_MODEL_TYPE[family], MODELS[family].hf.config
+        assert not converter.differing_fields(replace(args, **dict.fromkeys(dropouts, 0.1)), args)
+
+
+def test_dropouts_that_a_config_leaves_out_are_those_of_transformers():
+    converter = MODELS["seed_oss"].hf.config
+    config = converter.to_hf(BY_MODEL_TYPE["seed_oss"])
+    for name in DROPOUTS:
+        del config[name]
+    args, theirs = converter.args_from_config(config), transformers.AutoConfig.for_model(**config)
+    assert [getattr(args, name) for name in DROPOUTS] == [getattr(theirs, name) for name in DROPOUTS] == [0.1, 0.1]
 
 
 def test_a_model_without_the_norms_of_its_family_is_refused():

@@ -27,6 +27,7 @@ from torchtitan.adapters.low_rank import LoRA
 from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES
+from torchtitan.models.dropout import Dropout, layer_keys, token_keys
 from torchtitan.models.hf.save import SourceConfigs, build_extra_files, read_source
 from torchtitan.models.sizes import STACK, RopeScaling
 from torchtitan.models.spec import MODELS
@@ -115,6 +116,22 @@ def test_factors_of_low_rank_adapters_are_trained(shape):
     assert all(p.grad.any() for p in trained.values())
 
 
+def test_dropout_of_residuals_is_where_transformers_has_it(monkeypatch):
+    """Both draw by keys, which each layer has in two streams: of attention and of the feed-forward."""
+    spec, args, reference, config_class = parts("seed_oss")
+    model = build(spec.build, dataclasses.replace(args, residual_dropout=0.4)).train()
+    hf_model, tokens = twin(reference, config_class, model, spec.hf).train(), tokens_for(args)
+    keys, places = token_keys(1, 2, torch.arange(2), tokens.shape[1]), iter(range(2 * args.n_layers))
+
+    def dropout(x, p, training):
+        layer, stream = divmod(next(places), 2)
+        return Dropout(p, stream).train(training)(x, layer_keys(keys, layer))
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", dropout)
+    assert close(model(tokens, keys=keys), hf_model(tokens).logits, 2e-6)
+    assert not [*places], "transformers drops out twice in each layer"
+
+
 @pytest.mark.parametrize(
     "shape, change, message",
     [
@@ -184,6 +201,9 @@ def test_impossible_sizes_are_refused(shape, change, message):
             "llama_4_scaling_beta = '1'; allowed: a",
         ),
         ("granite", {"attention_dropout": 1.5}, "attention_dropout = 1.5: must be"),
+        ("seed_oss", {"residual_dropout": 1.0}, "residual_dropout = 1.0: must be"),
+        ("seed_oss", {"residual_dropout": None}, "residual_dropout = None; allowed: a finite number"),
+        ("seed_oss", {"attention_out_bias": None}, "attention_out_bias = None; allowed: true or false"),
         ("smollm3", {"no_rope_layers": [0, 1, 0]}, r"no_rope_layers = \[0, 1, 0\]; allowed: 3 entries"),
         ("smollm3", {"use_sliding_window": True, "sliding_window": 4}, "use_sliding_window = True, but this model"),
         ("llama3 biased", {"mlp_bias": 1}, "mlp_bias = 1; allowed: true or false"),

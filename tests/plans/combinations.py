@@ -87,7 +87,7 @@ class Combination:
         training only. Layouts with many rows are evaluated only in rows without recompute, which has no effect.
         """
         rare = self.pp > 2 or self.ep > 1 or self.precision == "bfloat16" or self.cpu_offload
-        drops = self.model in ("gpt2", "granite", "classifier") or "dropout" in self.adapter
+        drops = self.model in ("gpt2", "granite", "seed_oss", "classifier") or "dropout" in self.adapter
         drops = drops or self.noise or self.groups
         return self.compile == "no" and not (drops or self.remembers) and (rare or self.recompute == "none")
 
@@ -589,7 +589,7 @@ def windows_of_some_layers() -> list[Combination]:
     return rows
 
 
-GATED = ("gemma2", "glm", "glm4", "granite", "olmo2", "olmo3", "phi3", "phi4", "smollm3")
+GATED = ("gemma2", "glm", "glm4", "granite", "olmo2", "olmo3", "phi3", "phi4", "seed_oss", "smollm3")
 """Families that are a Llama with other options."""
 
 

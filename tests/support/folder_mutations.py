@@ -138,6 +138,8 @@ ADDED: dict[str, tuple] = {
     "logits_scaling": (2.0,),
     "attention_multiplier": (0.5,),
     "attention_dropout": (0.0, 0.1, None),
+    "residual_dropout": (0.0, 0.1, None),
+    "attention_out_bias": (True, False, None),
     "torch_dtype": ("float32", "bfloat16"),
     "use_cache": (False,),
     "pretraining_tp": (1, 2, None),

@@ -66,6 +66,7 @@ MICRO_SIZES = {
     "qwen2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, window_layers="1-2"),
     "qwen3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
     "roberta": dict(ffn_dim=96, max_seq_len=32, n_types=2),
+    "seed_oss": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, attention_dropout=0.25, residual_dropout=0.25),
     "smollm3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, no_rope_interval=2),
     "qwen3_moe": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1),
     **dict.fromkeys(other_families.SIZES, {}),

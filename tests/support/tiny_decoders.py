@@ -22,6 +22,7 @@ from torchtitan.models.qwen3 import Qwen3Args
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.qwen3_next import Qwen3NextArgs, Qwen35Args, Qwen35MoEArgs
 from torchtitan.models.roberta import RobertaArgs
+from torchtitan.models.seed_oss import SeedOssArgs
 from torchtitan.models.sizes import RopeScaling
 from torchtitan.models.smollm3 import SmolLM3Args
 
@@ -231,6 +232,10 @@ GATED = {
     "olmo3 scaled": OlmoArgs(**_GATED, rope_scaling=SCALING, sliding_window=5, global_interval=2),
     "phi3": Phi3Args(**_GATED, sliding_window=5),
     "phi4": Phi3Args(**_GATED | dict(n_kv_heads=4), tied_embeddings=True),
+    "seed_oss": SeedOssArgs(**_GATED | dict(head_dim=12), rope_theta=5000.0),
+    "seed_oss other biases": SeedOssArgs(
+        **_GATED, attention_bias=False, attention_out_bias=True, mlp_bias=True, tied_embeddings=True
+    ),
     "smollm3": SmolLM3Args(**_GATED | dict(n_layers=3), no_rope_interval=2, tied_embeddings=False),
     "smollm3 biased": SmolLM3Args(**_GATED, no_rope_interval=3, mlp_bias=True, attention_bias=True),
     "qwen2 windows": Qwen2Args(**_GATED | dict(n_layers=4), sliding_window=5, window_layers="1,3"),

@@ -35,6 +35,7 @@ from torchtitan.models.qwen3 import FAMILY as QWEN3
 from torchtitan.models.qwen3_moe import FAMILY as QWEN3_MOE
 from torchtitan.models.qwen3_next import DELTA_NETS
 from torchtitan.models.roberta import FAMILY as ROBERTA
+from torchtitan.models.seed_oss import FAMILY as SEED_OSS
 from torchtitan.models.smollm3 import FAMILY as SMOLLM3
 
 FAMILIES: dict[str, Family] = {
@@ -58,6 +59,7 @@ FAMILIES: dict[str, Family] = {
     "qwen3_moe": QWEN3_MOE,
     **DELTA_NETS,
     "roberta": ROBERTA,
+    "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
 }
 """The families of this project."""

@@ -87,7 +87,8 @@ class GatedDecoder(Decoder):
     @staticmethod
     def build_block(args: Any, layer: int, attention: nn.Module) -> ResidualBlock:
         feed_forward = (GeGLU if args.gelu else SwiGLU)(args.dim, args.ffn_dim, "feed_forward.w1" in args.biases)
-        return Block(args, attention, feed_forward, partial(norm_of(args), args.dim, args.norm_eps), args.norm_order)
+        norm, dropout = partial(norm_of(args), args.dim, args.norm_eps), getattr(args, "residual_dropout", 0.0)
+        return Block(args, attention, feed_forward, norm, args.norm_order, dropout)
 
 
 def _cap_output(cap: float, head: torch.nn.Module, inputs: tuple, logits: torch.Tensor) -> torch.Tensor:
@@ -102,12 +103,14 @@ def norm_of(args: Any) -> type[RMSNorm]:
 QK_NORM = "attention.[qk]_norm"
 BY_HEAD = "attention.sinks"
 POST_NORMS = ("attention_post_norm", "ffn_post_norm")
+DROPOUTS = ("attention_dropout", "ffn_dropout")
 PLAN = replace(
     DECODER_PLAN,
     by_head=(BY_HEAD,),
     replicated=(QK_NORM,),  # each rank norms its own heads
     sequence=(*DECODER_PLAN.sequence, *POST_NORMS),
-    optional=(BY_HEAD, QK_NORM, *POST_NORMS),
+    keyed=DROPOUTS,
+    optional=(BY_HEAD, QK_NORM, *POST_NORMS, *DROPOUTS),
 )
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 SANDWICH_NORMS = {

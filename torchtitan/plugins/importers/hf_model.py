@@ -11,7 +11,7 @@ from torchtitan.models.hf.wrappers import text_part
 from torchtitan.plugins.importers.axolotl import guess_model_type
 from torchtitan.plugins.importers.translation import BALANCE, ROUTER_LOSS, JobDraft, from_folder, router_loss
 
-DROPOUT = ("dropout", "attention_dropout")
+DROPOUT = ("dropout", "attention_dropout", "residual_dropout")
 """Sizes of models with dropout."""
 WITH_ROUTER_LOSS = ("gpt_oss", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next", "qwen3_5_moe")
 """Families for which transformers has a loss that balances the experts."""
