@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from torchtitan.adapters.low_rank import LoRA
 from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.random_draws import initialize
-from torchtitan.models import SIZES, delta_rule, flops
+from torchtitan.models import SIZES, flops, linear_attention
 from torchtitan.models.flops import causal_keys, flops_per_token, with_keys
 from torchtitan.models.moe import layer, router
 from torchtitan.models.spec import MODELS
@@ -44,7 +44,7 @@ def counted_of(model, length=64):
     return counter.get_total_flops() / tokens.numel()
 
 
-DELTA_RULE = [name for name in SIZES if hasattr(SIZES[name]["debugmodel"], "n_delta_layers")]
+DELTA_RULE = [name for name in SIZES if hasattr(SIZES[name]["debugmodel"], "n_state_layers")]
 
 
 # plain, grouped, grouped and tied heads; heads that do not add up to the width
@@ -92,8 +92,8 @@ def test_attention_sinks_and_biases_of_experts_count_nothing(monkeypatch):
 def test_the_delta_rule_equals_torchs_counter(family, monkeypatch):
     """Of many chunks: the first one begins with zeros and nothing reads the last state, so they have less backward."""
     monkeypatch.setattr(layer, "_native", None)
-    for module in (delta_rule, flops):
-        monkeypatch.setattr(module, "CHUNK" if module is delta_rule else "DELTA_CHUNK", 8)
+    for module in (linear_attention, flops):
+        monkeypatch.setattr(module, "CHUNK" if module is linear_attention else "STATE_CHUNK", 8)
     args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2, full_interval=2, vocab_size=256)
     spec = MODELS[family]
     counted = counted_of(spec.build(args), 1024)

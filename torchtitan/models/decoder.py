@@ -218,7 +218,7 @@ class AttentionKind(nn.Module):
     """The properties of attention that layers share: masks and rotations are prepared once for all layers of a kind.
 
     `rotary` is None if positions are learned or there are none. `window`: number of tokens that a token attends to,
-    including itself; 0 for all before it. `kernel`: that of layers which are no attention (models/delta_rule.py).
+    including itself; 0 for all before it. `kernel`: that of layers with another one (models/linear_attention.py).
     """
 
     def __init__(self, rotary: nn.Module | None = None, window: int = 0, kernel: Callable[[], nn.Module] | None = None):

@@ -10,17 +10,17 @@ sliding window bounds; where only some layers have a window, K is the mean over 
 keys, it adds 6 L heads (d_qk + d_v) K instead. Multi-token prediction counts with its layers, and with one more head
 for each depth. Recomputation and padding never count.
 
-A layer with the delta rule (delta_rule.py) multiplies, for each token and value head, the state three times, 18 K V,
-and the corrections of its chunk of C tokens, 6 C V; for each key head, keys with keys and with queries, 12 C K. The
-triangular system of a chunk, convolutions and decays count as little as norms: not at all.
+A layer with the delta rule (linear_attention.py) multiplies, for each token and value head, the state three times,
+18 K V, and the corrections of its chunk of C tokens, 6 C V; for each key head, keys with keys and with queries, 12 C K.
+The triangular system of a chunk, convolutions and decays count as little as norms: not at all.
 """
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-DELTA_CHUNK = 64
-"""Tokens that the delta rule computes at once."""
+STATE_CHUNK = 64
+"""Tokens that linear attention computes at once."""
 
 
 class ModelSizes(Protocol):
@@ -68,7 +68,7 @@ def mean_over_layers(sizes: Any, seq_len: int, keys: Callable[[int, int], float]
 
 
 class DeltaSizes(ModelSizes, Protocol):
-    n_delta_layers: int
+    n_state_layers: int
     delta_key_heads: int
     delta_value_heads: int
     delta_key_dim: int
@@ -77,13 +77,13 @@ class DeltaSizes(ModelSizes, Protocol):
 
 def delta_flops_per_token(sizes: DeltaSizes, seq_len: int) -> FlopsPerToken:
     """Return the FLOPs of a model in which some layers have the delta rule in place of attention."""
-    keys_of_chunk = min(seq_len, DELTA_CHUNK)
+    keys_of_chunk = min(seq_len, STATE_CHUNK)
 
     def total(keys: float, chunk: float) -> float:
-        attention = 12 * (sizes.n_layers - sizes.n_delta_layers) * sizes.n_heads * sizes.head_dim * keys
+        attention = 12 * (sizes.n_layers - sizes.n_state_layers) * sizes.n_heads * sizes.head_dim * keys
         of_keys = 4 * chunk * sizes.delta_key_heads * sizes.delta_key_dim
         of_values = sizes.delta_value_heads * (6 * sizes.delta_key_dim + 2 * chunk) * sizes.delta_value_dim
-        return _of_weights(sizes) + attention + 3 * sizes.n_delta_layers * (of_keys + of_values)
+        return _of_weights(sizes) + attention + 3 * sizes.n_state_layers * (of_keys + of_values)
 
     return FlopsPerToken(
         full=total(seq_len, keys_of_chunk), causal=total(causal_keys(seq_len), causal_keys(keys_of_chunk))

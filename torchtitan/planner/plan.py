@@ -31,8 +31,8 @@ def planning_obstacle(model: JobModel) -> str:
     name, task = model.model.name, model.task.kind
     if not hasattr(model.args, "block_linears"):
         return f"model.name = {name!r}: the formulas are of decoders; `torchtitan estimate` predicts its memory"
-    if getattr(model.args, "n_delta_layers", 0):
-        reason = "the formulas do not describe layers with the delta rule; `torchtitan estimate` predicts its memory"
+    if getattr(model.args, "n_state_layers", 0):
+        reason = "the formulas do not describe layers with a state; `torchtitan estimate` predicts its memory"
         return f"model.name = {name!r}: {reason}"
     if getattr(model.args, "attention_dropout", 0.0):
         reason = "the formulas do not describe the probabilities that attention_dropout keeps; set it to 0 in "

@@ -222,7 +222,7 @@ def groups_fit_the_model(facts: Facts) -> Iterator[Fault]:
         return
     args, name = facts.model.args, facts.config.model.name
     obstacles = {"sliding_window": "a sliding window", "attention_dropout": "attention_dropout"}
-    obstacles |= {"score_cap": "capped attention scores", "n_delta_layers": "layers without attention"}
+    obstacles |= {"score_cap": "capped attention scores", "n_state_layers": "layers with a state"}
     obstacles = {key: f"{text} ({getattr(args, key)})" for key, text in obstacles.items() if getattr(args, key, 0)}
     if obstacles:
         remedy = "write 0" + "".join(_or_without(args, key) for key in obstacles if len(obstacles) == 1)

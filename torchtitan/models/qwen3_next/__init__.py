@@ -1,7 +1,7 @@
 """Qwen 3-Next and the text models of Qwen 3.5: arguments, published sizes, and conversion from and to config.json.
 
-Most layers apply the gated delta rule (models/delta_rule.py); the last of each `full_interval` has gated attention.
-No torch here, so `torchtitan check` stays quick.
+Most layers apply the gated delta rule (models/linear_attention.py); the last of each `full_interval` has gated
+attention. No torch here, so `torchtitan check` stays quick.
 """
 
 from collections.abc import Mapping
@@ -68,7 +68,7 @@ class DeltaNetArgs(GatedDecoderSizes):
         return (layer + 1) % self.full_interval > 0
 
     @property
-    def n_delta_layers(self) -> int:
+    def n_state_layers(self) -> int:
         return sum(map(self.is_delta, range(self.n_layers)))
 
     def rope(self, layer: int) -> Rope | None:

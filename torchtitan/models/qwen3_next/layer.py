@@ -1,4 +1,4 @@
-"""The layer of Qwen 3-Next and Qwen 3.5 with the gated delta rule (models/delta_rule.py).
+"""The layer of Qwen 3-Next and Qwen 3.5 with the gated delta rule (models/linear_attention.py).
 
 Letters of the shapes: B samples, S tokens, W width of the model, R rows of T tokens that the kernel sets, G key heads,
 H value heads, J = H / G, K and V features of a key and of a value.
@@ -9,31 +9,13 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.distributed.tensor import Placement, Shard
 
 from torchtitan.models.attention import SharedInputs
-from torchtitan.models.delta_rule import CausalConvolution, DeltaKernel
 from torchtitan.models.layers import rms_norm
+from torchtitan.models.linear_attention import CausalConvolution, Decay, StateKernel
 
 EPS = 1e-6
 """Added to the squared length of queries and keys."""
-
-
-class Decay(nn.Module):
-    """The log decay of each value head's state, -exp(log_rate) softplus(a + step_bias), at least in float32."""
-
-    def __init__(self, heads: int):
-        super().__init__()
-        self.out_features = heads
-        self.log_rate, self.step_bias = (nn.Parameter(torch.empty(heads)) for _ in range(2))
-
-    def tensor_placements(self, role: str, default: Placement) -> dict[str, tuple[Placement, Placement]]:
-        return dict.fromkeys(("log_rate", "step_bias"), (Shard(0), Shard(0)))
-
-    def forward(self, a: torch.Tensor) -> torch.Tensor:
-        """[B, S, H] -> [B, S, H]"""
-        a = a.to(torch.promote_types(a.dtype, torch.float32))
-        return -self.log_rate.to(a.dtype).exp() * F.softplus(a + self.step_bias.to(a.dtype))
 
 
 class GateNorm(nn.Module):
@@ -57,7 +39,7 @@ class GatedDeltaNet(nn.Module):
     by sqrt(K). Each key head serves J value heads.
     """
 
-    def __init__(self, args: Any, kernel: DeltaKernel):
+    def __init__(self, args: Any, kernel: StateKernel):
         super().__init__()
         self.key_dim, self.value_dim = args.delta_key_dim, args.delta_value_dim
         self.heads_per_key = args.delta_value_heads // args.delta_key_heads
@@ -80,7 +62,7 @@ class GatedDeltaNet(nn.Module):
         q, k = (_unit(y.unflatten(-1, (-1, self.key_dim))) for y in (q, k))  # [R, T, G, K]
         v = v.unflatten(-1, (-1, self.value_dim))  # [R, T, H, V]
         strength = b.to(q.dtype).sigmoid()
-        y = self.kernel(q * self.key_dim**-0.5, k, v, self.decay(a), strength, shared.mask)  # [B, S, H, V]
+        y = self.kernel(q * self.key_dim**-0.5, k, v, self.decay(a)[0], strength, shared.mask)  # [B, S, H, V]
         y = self.delta_norm(y, gate.unflatten(-1, (-1, self.value_dim)))
         return self.delta_out(y.flatten(-2))
 

@@ -10,12 +10,12 @@ from torch import nn
 
 from torchtitan.core.random_draws import Constant, Init, Normal, Uniform
 from torchtitan.models.attention import AttentionKernel
-from torchtitan.models.delta_rule import DeltaKernel
 from torchtitan.models.family import ConfigConverter
 from torchtitan.models.flops import delta_flops_per_token
 from torchtitan.models.gated import PLAN as GATED_PLAN
 from torchtitan.models.gated import GatedDecoder, tensor_map
 from torchtitan.models.hf.names import TensorMap
+from torchtitan.models.linear_attention import StateKernel
 from torchtitan.models.moe import router
 from torchtitan.models.moe.decoder import PLAN as EXPERT_PLAN
 from torchtitan.models.moe.decoder import ExpertDecoder
@@ -31,7 +31,7 @@ class DeltaNetDecoder(GatedDecoder):
 
     @staticmethod
     def kernel_of(args: Any, layer: int) -> type[nn.Module] | None:
-        return DeltaKernel if args.is_delta(layer) else None
+        return StateKernel if args.is_delta(layer) else None
 
     @staticmethod
     def build_attention(args: Any, layer: int, kernel: AttentionKernel) -> nn.Module:

@@ -10,10 +10,10 @@ import torch.nn.functional as F
 from transformers.models.qwen3_next import modeling_qwen3_next as reference
 
 from tests.support.pool import run_ranks
-from torchtitan.models import delta_rule as module
-from torchtitan.models.delta_rule import (
+from torchtitan.models import linear_attention as module
+from torchtitan.models.linear_attention import (
     CausalConvolution,
-    DeltaKernel,
+    StateKernel,
     affine_map,
     delta_rule,
     into_chunks,
@@ -168,7 +168,7 @@ def test_places_in_documents():
 
 @pytest.mark.parametrize("taps", [1, 2, 4])
 def test_the_convolution_sees_the_last_tokens_of_its_document(taps):
-    convolution, kernel = CausalConvolution(3, taps).double(), DeltaKernel()
+    convolution, kernel = CausalConvolution(3, taps).double(), StateKernel()
     torch.nn.init.normal_(convolution.weight)
     x, lengths = torch.randn(1, 17, 3, dtype=torch.float64), [2, 9, 1, 5]
 
@@ -207,7 +207,7 @@ def parts_of_ranks(length, headtail, documents):
     full = draw(7, length=length)
     inputs = [layout.shard(x.detach(), group.rank()).requires_grad_() for x in full]
     convolution = convolution_of(full)
-    kernel = DeltaKernel().context_parallel(group, layout)
+    kernel = StateKernel().context_parallel(group, layout)
     local = None if documents is None else layout.shard(documents.expand(2, -1), group.rank())
     outputs = mixed(kernel, convolution, inputs, local)
     weights = torch.randn(
@@ -230,7 +230,7 @@ def test_ranks_with_parts_of_a_sequence_equal_one(ranks, headtail, length, lengt
     documents = None if lengths is None else ids_of(*lengths)
     inputs = draw(7, length=length)
     convolution = convolution_of(inputs)
-    outputs = mixed(DeltaKernel(), convolution, inputs, documents)
+    outputs = mixed(StateKernel(), convolution, inputs, documents)
     expected = [outputs, *gradients(outputs, [*inputs, convolution.weight])]
     for results in run_ranks(ranks, parts_of_ranks, length, headtail, documents):
         equal(results, expected)
@@ -238,8 +238,8 @@ def test_ranks_with_parts_of_a_sequence_equal_one(ranks, headtail, length, lengt
 
 def test_a_growing_text_continues_from_the_state():
     inputs = [x.detach() for x in draw(8, rows=1, length=30)]
-    convolution, kernel = convolution_of(inputs), DeltaKernel().caching()
-    expected = mixed(DeltaKernel(), convolution, inputs, None)
+    convolution, kernel = convolution_of(inputs), StateKernel().caching()
+    expected = mixed(StateKernel(), convolution, inputs, None)
     for _ in range(2):
         parts = [
             mixed(kernel, convolution, part, None)

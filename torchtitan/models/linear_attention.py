@@ -25,13 +25,14 @@ import torch
 import torch.distributed as dist
 import torch.nn.functional as F
 from torch import nn
+from torch.distributed.tensor import Placement, Shard
 
-from torchtitan.models.flops import DELTA_CHUNK
+from torchtitan.models.flops import STATE_CHUNK
 from torchtitan.models.layers import autocast_off
 from torchtitan.parallelisms.context_parallel import GatherSequence, gather_documents
 from torchtitan.parallelisms.sequence_layout import SequenceLayout, Tokens
 
-CHUNK = DELTA_CHUNK
+CHUNK = STATE_CHUNK
 """Tokens of a chunk; of a shorter row all tokens."""
 
 
@@ -179,7 +180,28 @@ class CausalConvolution(nn.Module):
         return y.to(x.dtype)
 
 
-class DeltaKernel(nn.Module):
+class Decay(nn.Module):
+    """The log decay of each value head's state and the step that it follows from, at least in float32.
+
+    The step is softplus(a + step_bias), the log decay -exp(log_rate) times it (arXiv:2405.21060, section 7).
+    """
+
+    def __init__(self, heads: int):
+        super().__init__()
+        self.out_features = heads
+        self.log_rate, self.step_bias = (nn.Parameter(torch.empty(heads)) for _ in range(2))
+
+    def tensor_placements(self, role: str, default: Placement) -> dict[str, tuple[Placement, Placement]]:
+        return dict.fromkeys(("log_rate", "step_bias"), (Shard(0), Shard(0)))
+
+    def forward(self, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return log decays and steps: [B, S, H] -> [B, S, H] each."""
+        a = a.to(torch.promote_types(a.dtype, torch.float32))
+        step = F.softplus(a + self.step_bias.to(a.dtype))
+        return -self.log_rate.to(a.dtype).exp() * step, step
+
+
+class StateKernel(nn.Module):
     """The exchange between tokens in a layer with the delta rule: it sets the rows that the layer computes.
 
     It takes the place of an attention kernel among the kernels of a model. Here a row is a full sample.
@@ -187,16 +209,16 @@ class DeltaKernel(nn.Module):
 
     backend, causal, window = "auto", True, 0
 
-    def with_backend(self, backend: str) -> "DeltaKernel":
+    def with_backend(self, backend: str) -> "StateKernel":
         return self
 
-    def context_parallel(self, group: dist.ProcessGroup, layout: SequenceLayout) -> "DeltaKernel":
+    def context_parallel(self, group: dist.ProcessGroup, layout: SequenceLayout) -> "StateKernel":
         """Return the kernel for the tokens of one rank, whatever the method of attention is."""
-        return ContextParallelDelta(group, layout)
+        return ContextParallelState(group, layout)
 
-    def caching(self) -> "DeltaKernel":
+    def caching(self) -> "StateKernel":
         """Return the kernel that continues where its last call ended, for generation."""
-        return CachingDelta()
+        return CachingState()
 
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> torch.Tensor | None:
         """Return the number of tokens of its document before each token, [R, T]; None without documents."""
@@ -223,7 +245,7 @@ def _starts(before: torch.Tensor | None) -> torch.Tensor | None:
     return None if before is None else before == 0
 
 
-class ContextParallelDelta(DeltaKernel):
+class ContextParallelState(StateKernel):
     """The exchange between the pieces of a sequence, of which each rank has one or two. A row is a piece.
 
     A piece needs the last tokens before it, for the convolution, and the state before it. Both are gathered: the ends
@@ -285,7 +307,7 @@ class ContextParallelDelta(DeltaKernel):
         return torch.stack(states, dim=1)[:, self.places].flatten(0, 1)
 
 
-class CachingDelta(DeltaKernel):
+class CachingState(StateKernel):
     """The exchange with tokens of earlier calls, by their last ones and the state after them."""
 
     def __init__(self) -> None:
