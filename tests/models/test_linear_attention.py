@@ -1,4 +1,4 @@
-"""The gated delta rule against the recurrence token by token, transformers, documents alone, and sequences in parts."""
+"""Linear attention against the recurrence token by token, transformers, documents alone, and sequences in parts."""
 
 import random
 from functools import partial
@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.nn.functional as F
+from transformers.models.falcon_h1.modeling_falcon_h1 import mamba2_chunk_scan
 from transformers.models.qwen3_next import modeling_qwen3_next as reference
 
 from tests.support.pool import run_ranks
@@ -15,8 +16,9 @@ from torchtitan.models.linear_attention import (
     CausalConvolution,
     StateKernel,
     affine_map,
-    delta_rule,
+    apply_map,
     into_chunks,
+    linear_attention,
     scan,
     tokens_before,
     zero_state,
@@ -35,8 +37,8 @@ def draw(seed, rows=2, length=40, groups=2, heads=4, key_dim=6, value_dim=5, dty
     return [x.to(dtype).requires_grad_() for x in (q, k, v, g, beta)]
 
 
-def recurrence(q, k, v, g, beta, starts=None, state=None):
-    """Apply the rule's definition, token by token, in float64."""
+def recurrence(q, k, v, g, beta, starts=None, state=None, delta=True):
+    """Apply the definition, token by token, in float64."""
     repeats = v.shape[2] // k.shape[2]
     q, k = (x.repeat_interleave(repeats, dim=2) for x in (q, k))
     state = v.new_zeros(*v.shape[::2], k.shape[-1], v.shape[-1]) if state is None else state
@@ -45,8 +47,8 @@ def recurrence(q, k, v, g, beta, starts=None, state=None):
         if starts is not None:
             state = state * ~starts[:, t, None, None, None]
         state = g[:, t, :, None, None].exp() * state
-        error = v[:, t] - torch.einsum("rhkv,rhk->rhv", state, k[:, t])
-        state = state + torch.einsum("rhk,rhv,rh->rhkv", k[:, t], error, beta[:, t])
+        stored = v[:, t] - torch.einsum("rhkv,rhk->rhv", state, k[:, t]) if delta else v[:, t]
+        state = state + torch.einsum("rhk,rhv,rh->rhkv", k[:, t], stored, beta[:, t])
         outputs.append(torch.einsum("rhkv,rhk->rhv", state, q[:, t]))
     return torch.stack(outputs, 1), state
 
@@ -66,7 +68,7 @@ def equal(ours, expected, tolerance=1e-11):
         assert (one - other).abs().max() <= tolerance * other.abs().max().clamp(min=1e-3)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(24))
 def test_chunks_equal_the_recurrence(seed, monkeypatch):
     """Outputs, the state after the rows, and every gradient, with documents and a first state or without."""
     rng = random.Random(seed)
@@ -80,8 +82,10 @@ def test_chunks_equal_the_recurrence(seed, monkeypatch):
         shape = (2, groups, sizes["heads"] // groups, inputs[1].shape[-1], inputs[2].shape[-1])
         state = torch.randn(shape, dtype=torch.float64, requires_grad=True)
         inputs.append(state)
-    outputs, last = delta_rule(*inputs[:5], starts, state)
-    expected, expected_last = recurrence(*inputs[:5], starts, None if state is None else state.flatten(1, 2))
+    delta = seed < 12
+    outputs, last = linear_attention(*inputs[:5], starts, state, delta)
+    first = None if state is None else state.flatten(1, 2)
+    expected, expected_last = recurrence(*inputs[:5], starts, first, delta)
     equal((outputs, last.flatten(1, 2)), (expected, expected_last))
     total, expected_total = (
         torch.cat((x.flatten(), y.flatten())) for x, y in ((outputs, last), (expected, expected_last))
@@ -96,11 +100,22 @@ def test_equal_to_transformers(monkeypatch):
     for function in (reference.torch_chunk_gated_delta_rule, reference.torch_recurrent_gated_delta_rule):
         q, k, v, g, beta = inputs
         expected, state = function(q, k, v, g=g, beta=beta, output_final_state=True)
-        outputs, last = delta_rule(q * q.shape[-1] ** -0.5, k, v, g, beta)
+        outputs, last = linear_attention(q * q.shape[-1] ** -0.5, k, v, g, beta)
         equal((outputs, last.flatten(1, 2)), (expected, state), 1e-5)
         weights = torch.randn_like(outputs)
         ours, theirs = (torch.autograd.grad((y * weights).sum(), inputs) for y in (outputs, expected))
         equal(ours, theirs, 1e-4)
+
+
+def test_equal_to_the_mamba_2_of_transformers():
+    """Outputs, the last state and every gradient; decays and strengths follow from steps there."""
+    q, k, v, _, _ = (x.detach().float() for x in draw(6, length=150))
+    steps, rates = torch.rand(2, 150, 4), torch.tensor([0.1, 1.0, 3.0, 20.0])
+    inputs = [x.requires_grad_() for x in (q, k, v, steps, rates)]
+    expected, state = mamba2_chunk_scan(v, steps, -rates, k, q, chunk_size=32, return_final_states=True)
+    outputs, last = linear_attention(q, k, v, -rates * steps, steps, delta=False)
+    equal((outputs, last.flatten(1, 2).mT), (expected, state), 1e-5)
+    equal(*(gradients(y.double(), inputs) for y in (outputs, expected)), 1e-4)
 
 
 def test_float32_stays_near_float64_over_long_rows():
@@ -108,8 +123,8 @@ def test_float32_stays_near_float64_over_long_rows():
     for decay in (0.0, 1e-3, 40.0):
         inputs = [x.detach() for x in draw(1, length=500)]
         inputs[3] = torch.full_like(inputs[3], -decay)
-        exact, _ = delta_rule(*inputs)
-        rounded, _ = delta_rule(*(x.float() for x in inputs))
+        exact, _ = linear_attention(*inputs)
+        rounded, _ = linear_attention(*(x.float() for x in inputs))
         equal((rounded,), (exact,), 1e-4)
 
 
@@ -120,16 +135,16 @@ def test_float32_stays_near_float64_behind_tokens_that_decay_everything(decay):
     inputs[3] = torch.where(inputs[3] < -8, -decay, -0.01)
     exact = [x.detach().requires_grad_() for x in inputs]
     rounded = [x.detach().float().requires_grad_() for x in inputs]
-    expected, outputs = recurrence(*exact)[0], delta_rule(*rounded)[0]
+    expected, outputs = recurrence(*exact)[0], linear_attention(*rounded)[0]
     equal((outputs,), (expected,), 2e-4)
     equal(gradients(outputs.double(), rounded), gradients(expected, exact), 4e-4)
 
 
 def test_values_in_bfloat16_are_computed_in_float32_under_autocast_too():
     inputs = [x.detach().bfloat16() for x in draw(2)]
-    expected, _ = delta_rule(*(x.float() for x in inputs))
+    expected, _ = linear_attention(*(x.float() for x in inputs))
     with torch.autocast("cpu", torch.bfloat16):
-        outputs, state = delta_rule(*inputs)
+        outputs, state = linear_attention(*inputs)
     assert outputs.dtype == torch.bfloat16 and state.dtype == torch.float32
     assert torch.equal(outputs, expected.bfloat16())
 
@@ -138,24 +153,24 @@ def test_packed_documents_equal_documents_alone():
     lengths = [7, 64, 1, 30, 70]
     inputs = draw(3, rows=1, length=sum(lengths))
     starts = tokens_before(ids_of(*lengths)) == 0
-    packed, state = delta_rule(*inputs, starts)
-    parts = [delta_rule(*part) for part in zip(*(x.split(lengths, dim=1) for x in inputs), strict=True)]
+    packed, state = linear_attention(*inputs, starts)
+    parts = [linear_attention(*part) for part in zip(*(x.split(lengths, dim=1) for x in inputs), strict=True)]
     separate = torch.cat([outputs for outputs, _ in parts], dim=1)
     equal((packed, state), (separate, parts[-1][1]))
     equal(gradients(packed, inputs), gradients(separate, inputs))
 
 
-def test_the_map_of_a_row_composes():
+@pytest.mark.parametrize("delta", [True, False])
+def test_the_map_of_a_row_composes(delta):
     """Two parts of a row give the state and the outputs of the whole row, from any state."""
     first, second = draw(4, length=20), draw(5, length=33)
     joined = [torch.cat(pair, dim=1) for pair in zip(first, second, strict=True)]
     state = torch.randn_like(zero_state(into_chunks(*joined)))
-    expected, last = delta_rule(*joined, state=state)
+    expected, last = linear_attention(*joined, state=state, delta=delta)
     for part in (first, second):
-        chunks = into_chunks(*part)
+        chunks = into_chunks(*part, delta=delta)
         outputs, after = scan(chunks, state)
-        added, factor = affine_map(chunks).split((5, 6), dim=-1)
-        equal((factor @ state + added,), (after,))
+        equal((apply_map(*affine_map(chunks), state),), (after,))
         state = after
     equal((state,), (last,))
 
@@ -166,14 +181,15 @@ def test_places_in_documents():
     assert torch.equal(tokens_before(ids), expected)
 
 
-@pytest.mark.parametrize("taps", [1, 2, 4])
-def test_the_convolution_sees_the_last_tokens_of_its_document(taps):
-    convolution, kernel = CausalConvolution(3, taps).double(), StateKernel()
-    torch.nn.init.normal_(convolution.weight)
+@pytest.mark.parametrize("taps, bias", [(1, False), (2, True), (4, False)])
+def test_the_convolution_sees_the_last_tokens_of_its_document(taps, bias):
+    convolution, kernel = CausalConvolution(3, taps, bias).double(), StateKernel()
+    for parameter in convolution.parameters():
+        torch.nn.init.normal_(parameter)
     x, lengths = torch.randn(1, 17, 3, dtype=torch.float64), [2, 9, 1, 5]
 
     def expected(part):
-        return F.conv1d(F.pad(part.mT, (taps - 1, 0)), convolution.weight, groups=3).mT
+        return F.conv1d(F.pad(part.mT, (taps - 1, 0)), convolution.weight, convolution.bias, groups=3).mT
 
     before = kernel.prepare(Tokens(torch.arange(17), ids_of(*lengths)))
     packed = convolution(kernel.with_earlier(x, taps - 1), before)
@@ -200,14 +216,14 @@ def convolution_of(inputs):
     return convolution
 
 
-def parts_of_ranks(length, headtail, documents):
+def parts_of_ranks(length, headtail, documents, delta):
     """Return the outputs of all ranks in order and this rank's gradients, for a share of a sequence on each rank."""
     group = dist.group.WORLD
     layout = build_layout(dist.get_world_size(), "allgather", headtail)
     full = draw(7, length=length)
     inputs = [layout.shard(x.detach(), group.rank()).requires_grad_() for x in full]
     convolution = convolution_of(full)
-    kernel = StateKernel().context_parallel(group, layout)
+    kernel = StateKernel(delta).context_parallel(group, layout)
     local = None if documents is None else layout.shard(documents.expand(2, -1), group.rank())
     outputs = mixed(kernel, convolution, inputs, local)
     weights = torch.randn(
@@ -220,26 +236,28 @@ def parts_of_ranks(length, headtail, documents):
     return [gather_sequence(outputs.detach(), layout, group), *full_grads, of_weight]
 
 
+@pytest.mark.parametrize("delta", [True, False])
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("headtail", [True, False])
 @pytest.mark.parametrize(
     "length, lengths", [(160, None), (160, (3, 70, 1, 1, 45, 40)), (16, (5, 1, 10)), (8, None), (160, (40, 40, 80))]
 )
-def test_ranks_with_parts_of_a_sequence_equal_one(ranks, headtail, length, lengths):
+def test_ranks_with_parts_of_a_sequence_equal_one(ranks, headtail, length, lengths, delta):
     """Pieces longer and shorter than a chunk and than the convolution; documents that end at a rank's end, or not."""
     documents = None if lengths is None else ids_of(*lengths)
     inputs = draw(7, length=length)
     convolution = convolution_of(inputs)
-    outputs = mixed(StateKernel(), convolution, inputs, documents)
+    outputs = mixed(StateKernel(delta), convolution, inputs, documents)
     expected = [outputs, *gradients(outputs, [*inputs, convolution.weight])]
-    for results in run_ranks(ranks, parts_of_ranks, length, headtail, documents):
+    for results in run_ranks(ranks, parts_of_ranks, length, headtail, documents, delta):
         equal(results, expected)
 
 
-def test_a_growing_text_continues_from_the_state():
+@pytest.mark.parametrize("delta", [True, False])
+def test_a_growing_text_continues_from_the_state(delta):
     inputs = [x.detach() for x in draw(8, rows=1, length=30)]
-    convolution, kernel = convolution_of(inputs), StateKernel().caching()
-    expected = mixed(StateKernel(), convolution, inputs, None)
+    convolution, kernel = convolution_of(inputs), StateKernel(delta).caching()
+    expected = mixed(StateKernel(delta), convolution, inputs, None)
     for _ in range(2):
         parts = [
             mixed(kernel, convolution, part, None)

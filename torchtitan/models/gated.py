@@ -37,7 +37,7 @@ class GatedDecoder(Decoder):
             return layer_block
 
         @cache
-        def kind(rope: Rope | None, window: int, kernel: type[nn.Module] | None) -> AttentionKind:
+        def kind(rope: Rope | None, window: int, kernel: Callable[[], nn.Module] | None) -> AttentionKind:
             return AttentionKind(rope and Rotary(args.rotary_dim, *rope), window, kernel)
 
         windows = [0 if args.is_global(layer) else args.sliding_window for layer in range(args.n_layers)]
@@ -65,8 +65,8 @@ class GatedDecoder(Decoder):
         return Constant(0.0) if "norm" in name and self.args.zero_centered else super().init_rule(name)
 
     @staticmethod
-    def kernel_of(args: Any, layer: int) -> type[nn.Module] | None:
-        """Return the kernel of a layer that is no attention; None for attention."""
+    def kernel_of(args: Any, layer: int) -> Callable[[], nn.Module] | None:
+        """Return what makes the kernel of a layer that is not attention alone; None for attention."""
         return None
 
     @staticmethod

@@ -14,7 +14,7 @@ from torch import nn
 
 from torchtitan.models.attention import AttentionKernel, Mask
 from torchtitan.models.decoder import Decoder
-from torchtitan.parallelisms.sequence_layout import Tokens, with_sinks
+from torchtitan.parallelisms.sequence_layout import Tokens, replace_parts, with_sinks
 from torchtitan.torch_internals.dispatch import local_parameters
 
 TRANSPOSED_ROWS = 512
@@ -116,7 +116,7 @@ class CachedDecoder:
         self.model = model
         base_kernels = [kernel.with_backend("sdpa") for kernel in model.kernels]
         kinds = [model.kind_index(int(layer)) for layer in model.layers]
-        self.kernels = [_caching(base_kernels[kind]) for kind in kinds]
+        self.kernels = [replace_parts(base_kernels[kind], _caching) for kind in kinds]
         # all layers of a kind cache the same tokens, so the mask of the first holds for every one
         model.set_attention_kernels(self.kernels[kinds.index(kind)] for kind in range(len(base_kernels)))
         for block, kernel in zip(model.layers.values(), self.kernels, strict=True):

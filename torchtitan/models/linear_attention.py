@@ -1,15 +1,17 @@
-"""The gated delta rule: linear attention whose state forgets, and stores only what it does not predict yet.
+"""Linear attention with a state that forgets: the gated delta rule, and the state-space duality of Mamba 2.
 
-For each head a state S [K, V] maps keys to values. Token t with key k, value v, log decay g <= 0 and strength b in
-(0, 1) changes it, and its query q reads it (arXiv:2412.06464, equation 10):
+For each head a state S [K, V] maps keys to values. Token t with key k, value v, log decay g <= 0 and strength b >= 0
+changes it, and its query q reads it. The delta rule stores only what the state does not predict yet (arXiv:2412.06464,
+equation 10; b < 1); without it the state stores the value itself (arXiv:2405.21060, equation 16):
 
-    S <- exp(g) S        S <- S + b k (v - S^T k)^T        y = S^T q
+    S <- exp(g) S        S <- S + b k (v - S^T k)^T, or S + b k v^T        y = S^T q
 
 Chunks of C tokens are computed by matrix products (arXiv:2406.06484, section 3, with the decays of arXiv:2412.06464,
-section 3.3). Within a chunk, the corrections v - S^T k of all tokens follow from one triangular system, and they are
-affine in the state before the chunk: U - W S. So the state after it is affine in S too, S <- A S + B, and so is the
-state after any number of chunks. Under context parallel each rank computes A and B of its own tokens, gathers those of
-all others, and so has the state before its tokens without waiting for another rank to finish.
+section 3.3). With the delta rule, the corrections v - S^T k of all tokens of a chunk follow from one triangular system,
+and they are affine in the state before the chunk: U - W S. So the state after it is affine in S too, S <- A S + B, and
+so is the state after any number of chunks; without the delta rule A is a number, the product of the decays. Under
+context parallel each rank computes A and B of its own tokens, gathers those of all others, and so has the state before
+its tokens without waiting for another rank to finish.
 
 At the first token of a document the state is zero again. All is computed in float32 or wider, as decays multiply up.
 
@@ -18,8 +20,8 @@ G key heads, H value heads, J = H / G, N chunks of C tokens, K and V features of
 """
 
 import math
-from collections.abc import Iterator
-from typing import NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -27,6 +29,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import Placement, Shard
 
+from torchtitan.core.random_draws import Constant, Init, Normal, Uniform
 from torchtitan.models.flops import STATE_CHUNK
 from torchtitan.models.layers import autocast_off
 from torchtitan.parallelisms.context_parallel import GatherSequence, gather_documents
@@ -41,8 +44,8 @@ class Chunks(NamedTuple):
 
     queries: torch.Tensor  # [.., C, K], decayed since the state before the chunk
     keys: torch.Tensor  # [.., C, K], decayed until the state after the chunk
-    values: torch.Tensor  # U, [.., C, V]: the corrections if the state before is zero
-    factors: torch.Tensor  # W, [.., C, K]: what they lose, W S, for the state S before
+    values: torch.Tensor  # U, [.., C, V]: what is stored if the state before is zero
+    factors: torch.Tensor | None  # W, [.., C, K]: what they lose, W S, for the state S before; None: nothing
     scores: torch.Tensor  # [.., C, C], of queries and keys of the chunk, causal and decayed
     decay: torch.Tensor  # [.., 1, 1], of the state over the chunk
 
@@ -54,11 +57,12 @@ def into_chunks(
     g: torch.Tensor,
     beta: torch.Tensor,
     starts: torch.Tensor | None = None,
+    delta: bool = True,
 ) -> Chunks:
     """Compute all that does not depend on a state, of all chunks at once.
 
     q, k [R, T, G, K], v [R, T, H, V], g, beta [R, T, H]; `starts` [R or 1, T] is True at the first token of a document.
-    A last chunk is filled up with tokens that change nothing.
+    `delta`: True for the delta rule. A last chunk is filled up with tokens that change nothing.
     """
     groups, width, size = k.shape[2], v.shape[-1], min(CHUNK, k.shape[1])
     dtype = torch.promote_types(v.dtype, torch.float32)
@@ -84,11 +88,13 @@ def into_chunks(
     pairs = (decayed[..., :, None] - decayed[..., None, :]).masked_fill(~visible, float("-inf")).exp()
     since, until = since.exp()[..., None], until.exp()[..., None]
     strength = beta[..., None]
-    system = strength * (k @ k.mT) * pairs
-    sides = torch.cat((strength * v, strength * since * k), dim=-1)
-    # only what is below the diagonal counts, and ones on it
-    solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
-    values, factors = solved.split((width, solved.shape[-1] - width), dim=-1)
+    values, factors = strength * v, None
+    if delta:
+        system = strength * (k @ k.mT) * pairs
+        sides = torch.cat((values, strength * since * k), dim=-1)
+        # only what is below the diagonal counts, and ones on it
+        solved = torch.linalg.solve_triangular(system, sides, upper=False, unitriangular=True)
+        values, factors = solved.split((width, solved.shape[-1] - width), dim=-1)
     return Chunks(q * since, k * until, values, factors, (q @ k.mT) * pairs, since[..., -1:, :])
 
 
@@ -96,29 +102,45 @@ def scan(chunks: Chunks, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
     """Run the recurrence from a state [R, G, J, K, V] -> outputs [R, G, J, N, C, V], and the state after it."""
     outputs = []
     for queries, keys, values, factors, scores, decay in _by_chunk(chunks):
-        corrections = values - factors @ state
-        outputs.append(queries @ state + scores @ corrections)
-        state = decay * state + keys.mT @ corrections
+        stored = values if factors is None else values - factors @ state
+        outputs.append(queries @ state + scores @ stored)
+        state = decay * state + keys.mT @ stored
     return torch.stack(outputs, dim=3), state
 
 
-def affine_map(chunks: Chunks) -> torch.Tensor:
-    """Return B and A side by side, [R, G, J, K, V + K], of the state A S + B after a row that begins with S."""
-    width = chunks.keys.shape[-1]
-    identity = torch.eye(width, dtype=chunks.keys.dtype, device=chunks.keys.device)
-    state = F.pad(identity, (chunks.values.shape[-1], 0))
+def affine_map(chunks: Chunks) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return B [R, G, J, K, V] and A of the state A S + B after a row that begins with S.
+
+    A is [R, G, J, K, K] with the delta rule and else [R, G, J, 1, 1], a number.
+    """
+    width = chunks.values.shape[-1]
+    if chunks.factors is None:
+        state, factor = zero_state(chunks), chunks.decay.new_ones(())
+        for _, keys, values, _, _, decay in _by_chunk(chunks):
+            state, factor = decay * state + keys.mT @ values, decay * factor  # the gradient of prod waits for the host
+        return state, factor
+    keys_width = chunks.keys.shape[-1]
+    state = F.pad(torch.eye(keys_width, dtype=chunks.keys.dtype, device=chunks.keys.device), (width, 0))
     for _, keys, values, factors, _, decay in _by_chunk(chunks):
-        state = decay * state + keys.mT @ (F.pad(values, (0, width)) - factors @ state)
-    return state
+        assert factors is not None
+        state = decay * state + keys.mT @ (F.pad(values, (0, keys_width)) - factors @ state)
+    added, factor = state.split((width, keys_width), dim=-1)
+    return added, factor
 
 
-def _by_chunk(chunks: Chunks) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Return the tensors of each chunk, without N."""
+def apply_map(added: torch.Tensor, factor: torch.Tensor, state: torch.Tensor) -> torch.Tensor:
+    """Return A S + B for B, A (see `affine_map`) and S [..., K, V]."""
+    return added + (factor @ state if factor.shape[-1] == state.shape[-2] else factor * state)
+
+
+def _by_chunk(chunks: Chunks) -> Iterator[tuple[Any, ...]]:
+    """Return the tensors of each chunk, without N, and None for those that are None."""
+    number = chunks.keys.shape[3]
     # unbind, and not x[..., n]: its backward stacks the gradients
-    return zip(*(x.unbind(3) for x in chunks), strict=True)
+    return zip(*([None] * number if x is None else x.unbind(3) for x in chunks), strict=True)
 
 
-def delta_rule(
+def linear_attention(
     q: torch.Tensor,
     k: torch.Tensor,
     v: torch.Tensor,
@@ -126,13 +148,14 @@ def delta_rule(
     beta: torch.Tensor,
     starts: torch.Tensor | None = None,
     state: torch.Tensor | None = None,
+    delta: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Apply the rule to rows that begin with a state [R, G, J, K, V], or with zeros. Arguments as for `into_chunks`.
+    """Run rows that begin with a state [R, G, J, K, V], or with zeros. Arguments as for `into_chunks`.
 
     Returns [R, T, H, V] in the type of v, and the state after the rows.
     """
     with autocast_off(v.device.type):
-        chunks = into_chunks(q, k, v, g, beta, starts)
+        chunks = into_chunks(q, k, v, g, beta, starts, delta)
         state = zero_state(chunks) if state is None else state
         outputs, state = scan(chunks, state)
     return _into_tokens(outputs, v), state
@@ -157,12 +180,13 @@ def tokens_before(documents: torch.Tensor) -> torch.Tensor:
 
 
 class CausalConvolution(nn.Module):
-    """A convolution of each channel over the last tokens of a document, without a bias."""
+    """A convolution of each channel over the last tokens of a document."""
 
-    def __init__(self, channels: int, taps: int):
+    def __init__(self, channels: int, taps: int, bias: bool = False):
         super().__init__()
         self.out_features, self.taps = channels, taps
         self.weight = nn.Parameter(torch.empty(channels, 1, taps))
+        self.bias = nn.Parameter(torch.empty(channels)) if bias else None
 
     def forward(self, x: torch.Tensor, before: torch.Tensor | None) -> torch.Tensor:
         """Map [R, taps - 1 + T, D], rows after the tokens before them, to [R, T, D].
@@ -177,7 +201,7 @@ class CausalConvolution(nn.Module):
             if before is not None and tap < last:
                 shifted = shifted.masked_fill((before < last - tap)[..., None], 0)
             y = y + shifted * weight
-        return y.to(x.dtype)
+        return (y if self.bias is None else y + self.bias.to(wide)).to(x.dtype)
 
 
 class Decay(nn.Module):
@@ -201,24 +225,41 @@ class Decay(nn.Module):
         return -self.log_rate.to(a.dtype).exp() * step, step
 
 
-class StateKernel(nn.Module):
-    """The exchange between tokens in a layer with the delta rule: it sets the rows that the layer computes.
+def state_init(name: str, taps: int) -> Init | None:
+    """Return the initial values of a parameter of a decay or a convolution; None for others.
 
-    It takes the place of an attention kernel among the kernels of a model. Here a row is a full sample.
+    Rates of decay are from 1/16 to 16, the same number per octave.
+    """
+    if name.endswith("log_rate"):
+        return Uniform(math.log(16))
+    if name.endswith("step_bias"):
+        return Constant(1.0)
+    return Normal(taps**-0.5) if ".conv_" in name and name.endswith("weight") else None
+
+
+class StateKernel(nn.Module):
+    """The exchange between tokens in a layer of linear attention: it sets the rows that the layer computes.
+
+    It takes the place of an attention kernel among the kernels of a model. Here a row is a full sample. `delta`: see
+    `into_chunks`.
     """
 
     backend, causal, window = "auto", True, 0
+
+    def __init__(self, delta: bool = True):
+        super().__init__()
+        self.delta = delta
 
     def with_backend(self, backend: str) -> "StateKernel":
         return self
 
     def context_parallel(self, group: dist.ProcessGroup, layout: SequenceLayout) -> "StateKernel":
         """Return the kernel for the tokens of one rank, whatever the method of attention is."""
-        return ContextParallelState(group, layout)
+        return ContextParallelState(group, layout, self.delta)
 
     def caching(self) -> "StateKernel":
         """Return the kernel that continues where its last call ended, for generation."""
-        return CachingState()
+        return CachingState(self.delta)
 
     def prepare(self, queries: Tokens, keys: Tokens | None = None) -> torch.Tensor | None:
         """Return the number of tokens of its document before each token, [R, T]; None without documents."""
@@ -237,8 +278,12 @@ class StateKernel(nn.Module):
         beta: torch.Tensor,
         before: torch.Tensor | None,
     ) -> torch.Tensor:
-        """Apply the rule: q, k [R, T, G, K], v [R, T, H, V], g, beta [B, S, H] -> [B, S, H, V]."""
-        return delta_rule(q, k, v, g, beta, _starts(before))[0]
+        """Run the recurrence: q, k [R, T, G, K], v [R, T, H, V], g, beta [B, S, H] -> [B, S, H, V]."""
+        return linear_attention(q, k, v, g, beta, _starts(before), delta=self.delta)[0]
+
+    def to_samples(self, x: torch.Tensor) -> torch.Tensor:
+        """Join rows to this rank's tokens of the samples: [R, T, ...] -> [B, S, ...]."""
+        return x
 
 
 def _starts(before: torch.Tensor | None) -> torch.Tensor | None:
@@ -249,11 +294,12 @@ class ContextParallelState(StateKernel):
     """The exchange between the pieces of a sequence, of which each rank has one or two. A row is a piece.
 
     A piece needs the last tokens before it, for the convolution, and the state before it. Both are gathered: the ends
-    of all pieces, and their affine maps, of K (V + K) numbers for each head and sample, whatever the length.
+    of all pieces, and their affine maps, of K (V + K) numbers for each head and sample, or K V + 1 without the delta
+    rule, whatever the length.
     """
 
-    def __init__(self, group: dist.ProcessGroup, layout: SequenceLayout):
-        super().__init__()
+    def __init__(self, group: dist.ProcessGroup, layout: SequenceLayout, delta: bool = True):
+        super().__init__(delta)
         self.group_name, self.layout = group.group_name, layout
         self.places = layout.pieces_of(group.rank())
 
@@ -290,19 +336,22 @@ class ContextParallelState(StateKernel):
         before: torch.Tensor | None,
     ) -> torch.Tensor:
         with autocast_off(v.device.type):
-            chunks = into_chunks(q, k, v, self._rows(g), self._rows(beta), _starts(before))
-            outputs, _ = scan(chunks, self._states(affine_map(chunks), chunks.values.shape[-1]))
-        return _into_tokens(outputs, v).unflatten(0, (-1, len(self.places))).flatten(1, 2)
+            chunks = into_chunks(q, k, v, self._rows(g), self._rows(beta), _starts(before), self.delta)
+            outputs, _ = scan(chunks, self._states(*affine_map(chunks)))
+        return self.to_samples(_into_tokens(outputs, v))
 
-    def _states(self, maps: torch.Tensor, width: int) -> torch.Tensor:
-        """Return the states before the rows, [R, G, J, K, V], of the `affine_map` of each, V = `width`."""
-        pieces = maps.unflatten(0, (-1, len(self.places)))
-        all_maps = self._gather(pieces.flatten(2)[:, :, None]).squeeze(2).unflatten(2, pieces.shape[2:])
-        state = torch.zeros_like(all_maps[:, 0, ..., :width])
-        states = [state]
-        for added, factor in (step.split((width, step.shape[-1] - width), dim=-1) for step in all_maps.unbind(1)):
-            state = factor @ state + added
-            states.append(state)
+    def to_samples(self, x: torch.Tensor) -> torch.Tensor:
+        return x.unflatten(0, (-1, len(self.places))).flatten(1, 2)
+
+    def _states(self, added: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+        """Return the states before the rows, [R, G, J, K, V], of the `affine_map` of each."""
+        maps = torch.cat((added.flatten(1), factor.flatten(1)), dim=-1).unflatten(0, (-1, len(self.places)))
+        all_maps = self._gather(maps[:, :, None]).squeeze(2)
+        parts = all_maps.split((added[0].numel(), factor[0].numel()), dim=-1)
+        of_pieces = (part.unflatten(-1, x.shape[1:]).unbind(1) for part, x in zip(parts, (added, factor), strict=True))
+        states = [torch.zeros_like(added[:: len(self.places)])]
+        for step_added, step_factor in zip(*of_pieces, strict=True):
+            states.append(apply_map(step_added, step_factor, states[-1]))
         # of all pieces, so that each rank's backward takes part in that of the gathering
         return torch.stack(states, dim=1)[:, self.places].flatten(0, 1)
 
@@ -310,8 +359,8 @@ class ContextParallelState(StateKernel):
 class CachingState(StateKernel):
     """The exchange with tokens of earlier calls, by their last ones and the state after them."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, delta: bool = True) -> None:
+        super().__init__(delta)
         self.clear()
 
     def clear(self) -> None:
@@ -335,5 +384,45 @@ class CachingState(StateKernel):
         beta: torch.Tensor,
         before: torch.Tensor | None,
     ) -> torch.Tensor:
-        y, self.state = delta_rule(q, k, v, g, beta, None, self.state)
+        y, self.state = linear_attention(q, k, v, g, beta, None, self.state, self.delta)
         return y
+
+
+class HybridKernel(nn.Module):
+    """Attention and linear attention side by side: its mask is the pair of theirs, and calling it attends.
+
+    `head_shard`: index of this rank's share of the heads under tensor parallel.
+    """
+
+    causal, window = True, 0
+
+    def __init__(self, attention: nn.Module, state: nn.Module, head_shard: int = 0):
+        super().__init__()
+        self.attention, self.state, self.head_shard = attention, state, head_shard
+
+    @property
+    def backend(self) -> str:
+        return self.attention.backend
+
+    @property
+    def parts(self) -> tuple[nn.Module, nn.Module]:
+        return self.attention, self.state
+
+    def with_parts(self, replace: Callable[[nn.Module], nn.Module]) -> "HybridKernel":
+        """Return a kernel of what `replace` makes of both."""
+        return HybridKernel(*map(replace, self.parts), self.head_shard)
+
+    def with_backend(self, backend: str) -> "HybridKernel":
+        return self.with_parts(lambda part: part.with_backend(backend))
+
+    def prepare(self, *tokens: Tokens) -> tuple[Any, Any]:
+        return self.attention.prepare(*tokens), self.state.prepare(*tokens)
+
+    def forward(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: tuple[Any, Any]) -> torch.Tensor:
+        """Attend: q [B, H, S, E], k [B, H / n, S, E], v [B, H / n, S, E] -> [B, H, S, E]."""
+        return self.attention(q, k, v, mask[0])
+
+    def clear(self) -> None:
+        """Forget the tokens of earlier calls."""
+        for part in self.parts:
+            part.clear()

@@ -45,9 +45,11 @@ from torchtitan.parallelisms.sequence_layout import (
     Kernel,
     SequenceLayout,
     Tokens,
+    all_parts,
     declares,
     depends_on_head_index,
     has_dropout,
+    replace_parts,
     with_sinks,
 )
 from torchtitan.torch_internals import collectives
@@ -63,17 +65,19 @@ def apply_context_parallel(model: nn.Module, cp_mesh: DeviceMesh, method: str, l
     Kernels of layers that are no attention make their own replacement, `context_parallel(group, layout)`. Raises
     JobError if a kernel does not support the method.
     """
-    for kernel in model.kernels:
+    for kernel in all_parts(model.kernels):
         if not hasattr(kernel, "context_parallel"):
             check_kernel_method(kernel, method)
     layout = build_layout(cp_mesh.size(), method, load_balance)
     group = cp_mesh.get_group()
     kinds: dict[str, Callable[..., nn.Module]] = {"allgather": AllGatherAttention, "ulysses": UlyssesAttention}
     kind = kinds.get(method) or partial(RingAttention, ring=Ring(group, by_all_to_all=method == "alltoall"))
-    model.set_attention_kernels(
-        kernel.context_parallel(group, layout) if hasattr(kernel, "context_parallel") else kind(kernel, group, layout)
-        for kernel in model.kernels
-    )
+
+    def replacement(kernel: Any) -> Any:
+        by_itself = hasattr(kernel, "context_parallel")
+        return kernel.context_parallel(group, layout) if by_itself else kind(kernel, group, layout)
+
+    model.set_attention_kernels(replace_parts(kernel, replacement) for kernel in model.kernels)
 
 
 def check_kernel_method(kernel: Kernel, method: str) -> None:

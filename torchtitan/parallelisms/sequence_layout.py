@@ -6,6 +6,7 @@ pieces r and 2 ranks - 1 - r: an early and a late piece, together the same amoun
 interface of attention kernels that attend from a rank's queries.
 """
 
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -164,3 +165,13 @@ def depends_on_head_index(kernel: Any) -> bool:
     rank: the index of this rank's equal share of the heads.
     """
     return hasattr(kernel, "head_shard")
+
+
+def all_parts(kernels: Iterable[Any]) -> list[Any]:
+    """Return the kernels, with its `parts` in place of one that runs several side by side."""
+    return [part for kernel in kernels for part in getattr(kernel, "parts", (kernel,))]
+
+
+def replace_parts(kernel: Any, replace: Callable[[Any], Any]) -> Any:
+    """Return what `replace` makes of a kernel, or a kernel that combines what it makes of its parts."""
+    return kernel.with_parts(replace) if hasattr(kernel, "with_parts") else replace(kernel)

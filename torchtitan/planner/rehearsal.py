@@ -43,7 +43,7 @@ from torchtitan.models.layers import Float8Linear
 from torchtitan.optimizers.build import Optimizers
 from torchtitan.parallelisms.context_parallel import ContextParallelAttention
 from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
-from torchtitan.parallelisms.sequence_layout import Tokens
+from torchtitan.parallelisms.sequence_layout import Tokens, all_parts, replace_parts
 from torchtitan.planner.memory.live_tensors import ACTIVATIONS, BACKWARD, Bytes, FakeValues, LiveTensors
 from torchtitan.planner.time.traffic import FewMicrobatches, Group, Traffic, axes_of
 from torchtitan.process.exit import die_with_parent
@@ -394,17 +394,20 @@ def imitate(device: str, parts: list[nn.Module]) -> None:
     for part in parts:
         if part.loss is not None:
             part.loss.device_type = device
-        for kernel in part.kernels:
+        for kernel in all_parts(part.kernels):
             if isinstance(kernel, ContextParallelAttention):
                 kernel.device_type = device
         if device == "cuda":
-            part.set_attention_kernels(
-                Flash(kernel.backend, kernel.causal, kernel.window) if type(kernel) is AttentionKernel else kernel
-                for kernel in part.kernels
-            )
+            part.set_attention_kernels(replace_parts(kernel, _flash) for kernel in part.kernels)
         for module in part.modules():
             if isinstance(module, Float8Linear):
                 module.use_kernel = device == "cuda"
+
+
+def _flash(kernel: nn.Module) -> nn.Module:
+    """Return the kernel of a GPU in place of plain attention."""
+    is_plain = type(kernel) is AttentionKernel
+    return Flash(kernel.backend, kernel.causal, kernel.window) if is_plain else kernel
 
 
 def rows_of_experts(layout: JobLayout, model: JobModel) -> int:

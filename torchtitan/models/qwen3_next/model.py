@@ -1,6 +1,5 @@
 """Qwen 3-Next and Qwen 3.5: the models, their parallel plans, and their names in the Hugging Face format."""
 
-import math
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -8,14 +7,14 @@ from typing import Any
 
 from torch import nn
 
-from torchtitan.core.random_draws import Constant, Init, Normal, Uniform
+from torchtitan.core.random_draws import Constant, Init
 from torchtitan.models.attention import AttentionKernel
 from torchtitan.models.family import ConfigConverter
 from torchtitan.models.flops import delta_flops_per_token
 from torchtitan.models.gated import PLAN as GATED_PLAN
 from torchtitan.models.gated import GatedDecoder, tensor_map
 from torchtitan.models.hf.names import TensorMap
-from torchtitan.models.linear_attention import StateKernel
+from torchtitan.models.linear_attention import StateKernel, state_init
 from torchtitan.models.moe import router
 from torchtitan.models.moe.decoder import PLAN as EXPERT_PLAN
 from torchtitan.models.moe.decoder import ExpertDecoder
@@ -30,7 +29,7 @@ class DeltaNetDecoder(GatedDecoder):
     """A decoder in which some layers have the gated delta rule in place of attention."""
 
     @staticmethod
-    def kernel_of(args: Any, layer: int) -> type[nn.Module] | None:
+    def kernel_of(args: Any, layer: int) -> Callable[[], nn.Module] | None:
         return StateKernel if args.is_delta(layer) else None
 
     @staticmethod
@@ -40,12 +39,9 @@ class DeltaNetDecoder(GatedDecoder):
         return GatedDecoder.build_attention(args, layer, kernel)
 
     def init_rule(self, name: str) -> Init:
-        """Return the rule of gated decoders, with rates of decay from 1/16 to 16, the same number per octave."""
-        if name.endswith("log_rate"):
-            return Uniform(math.log(16))
-        if name.endswith(("step_bias", "delta_norm.weight")):
+        if name.endswith("delta_norm.weight"):
             return Constant(1.0)
-        return Normal(self.args.conv_taps**-0.5) if ".conv_" in name else super().init_rule(name)
+        return state_init(name, self.args.conv_taps) or super().init_rule(name)
 
 
 class Qwen3Next(DeltaNetDecoder, ExpertDecoder):
