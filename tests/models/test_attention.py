@@ -185,6 +185,7 @@ WRONG = [
     (["--model.name=gemma2"], "a model with a sliding window (64) and capped attention scores (50.0); write 0"),
     (["--model.name=gemma3"], "0 for a model with a sliding window (64); write 0"),
     (["--model.name=qwen3_5"], "0 for a model with layers with a state (6); write 0"),
+    (["--model.name=falcon_h1"], "0 for a model with layers with a state (6); write 0"),
     (["--model.name=gpt2", "--model.overrides={attention_dropout = 0.1}"], "a model with attention_dropout (0.1)"),
     (["--model.name=roberta"], "0 for roberta, which has bidirectional attention; write 0, or train a decoder"),
     (["--model.overrides={n_heads = 1, dim = 16}"], "n_heads = 1, an odd number: half of the heads use shifted groups"),

@@ -109,6 +109,7 @@ LINEAR = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim
 LINEAR += ("linear_conv_kernel_dim", "partial_rotary_factor", "full_attention_interval")
 ROUTED = ("moe_intermediate_size", "num_experts", "num_experts_per_tok", "router_aux_loss_coef")
 ROUTED += ("shared_expert_intermediate_size",)
+MAMBA = ("mamba_n_heads", "mamba_d_state", "mamba_n_groups", "mamba_d_conv", "mamba_d_head")
 OPTIONAL = {  # numbers that a config may leave out; those that may be null
     "llama3": (DECODER, DECODER[:1]),
     "mistral": ((*DECODER, "head_dim", "sliding_window"), ("num_key_value_heads", "head_dim", "sliding_window")),
@@ -121,6 +122,11 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         (*DECODER, "head_dim", "sliding_window", "query_pre_attn_scalar")
         + ("attn_logit_softcapping", "final_logit_softcapping"),
         ("attn_logit_softcapping", "final_logit_softcapping"),
+    ),
+    "falcon_h1": (
+        (*DECODER, "head_dim", *MAMBA, "embedding_multiplier", "lm_head_multiplier", "key_multiplier")
+        + ("attention_in_multiplier", "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
+        DECODER[:1],
     ),
     "granite": ((*DECODER, "head_dim", "embedding_multiplier", "logits_scaling"), DECODER[:1]),
     "olmo2": ((*DECODER, "head_dim"), DECODER[:1]),

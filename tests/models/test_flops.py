@@ -44,11 +44,11 @@ def counted_of(model, length=64):
     return counter.get_total_flops() / tokens.numel()
 
 
-DELTA_RULE = [name for name in SIZES if hasattr(SIZES[name]["debugmodel"], "n_state_layers")]
+WITH_STATE = [name for name in SIZES if hasattr(SIZES[name]["debugmodel"], "n_state_layers")]
 
 
 # plain, grouped, grouped and tied heads; heads that do not add up to the width
-@pytest.mark.parametrize("family", [name for name in SIZES if MODELS[name].balance is None and name not in DELTA_RULE])
+@pytest.mark.parametrize("family", [name for name in SIZES if MODELS[name].balance is None and name not in WITH_STATE])
 def test_equal_to_torchs_counter(family):
     args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2, vocab_size=256)
     assert counted_per_token(args, MODELS[family].build) == pytest.approx(flops_per_token(args, 64).full, rel=1e-3)
@@ -88,13 +88,14 @@ def test_attention_sinks_and_biases_of_experts_count_nothing(monkeypatch):
     assert counted_per_token(args, MODELS["gpt_oss"].build) == pytest.approx(expected, rel=1e-3)
 
 
-@pytest.mark.parametrize("family", DELTA_RULE)
-def test_the_delta_rule_equals_torchs_counter(family, monkeypatch):
+@pytest.mark.parametrize("family", WITH_STATE)
+def test_linear_attention_equals_torchs_counter(family, monkeypatch):
     """Of many chunks: the first one begins with zeros and nothing reads the last state, so they have less backward."""
     monkeypatch.setattr(layer, "_native", None)
     for module in (linear_attention, flops):
         monkeypatch.setattr(module, "CHUNK" if module is linear_attention else "STATE_CHUNK", 8)
-    args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2, full_interval=2, vocab_size=256)
+    args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2, vocab_size=256)
+    args = dataclasses.replace(args, full_interval=2) if hasattr(args, "full_interval") else args
     spec = MODELS[family]
     counted = counted_of(spec.build(args), 1024)
     assert counted == pytest.approx(spec.flops_per_token(args, 1024).full, rel=2e-3)

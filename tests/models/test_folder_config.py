@@ -96,6 +96,9 @@ PUBLISHED = {
     "llama": {"_name_or_path": "x", "pretraining_tp": 1, "rope_scaling": None, "attention_dropout": 0.0}
     | {"max_sequence_length": 2048, "use_cache": True, "transformers_version": "4.31.0", "torch_dtype": "float16"},
     "mistral": {"sliding_window": None, "attention_dropout": 0.0, "architectures": ["MistralForCausalLM"]},
+    "falcon_h1": {"mamba_use_mlp": True, "mlp_expansion_factor": 8, "mamba_chunk_size": 128, "mamba_expand": 2}
+    | {"attn_layer_indices": None, "num_logits_to_keep": 1, "attention_dropout": 0.0, "rope_scaling": None}
+    | {"time_step_limit": [0.0, float("inf")]},
     "gemma2": {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 5}
     | {"attention_dropout": 0.0},
     "glm": {"attention_dropout": 0.0, "use_cache": True, "rope_theta": 10000.0},

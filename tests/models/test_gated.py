@@ -80,7 +80,9 @@ def test_an_export_with_the_config_of_its_source_is_the_same_model(shape, tmp_pa
     source = read_source(tmp_path)
     options = dict(source=source, tokenizer_files={}, bos_id=None, end_ids=[])
     config = json.loads(build_extra_files(spec.hf.config, args, torch.bfloat16, **options)["config.json"])
-    for written in (config, json.loads(config_class(**config).to_json_string(use_diff=False))):
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    read_again = config_class.from_pretrained(tmp_path)
+    for written in (config, json.loads(read_again.to_json_string(use_diff=False))):
         written = {key: value for key, value in written.items() if key in {*config, *source.config}}
         assert spec.hf.config.differing_fields(spec.hf.config.args_from_config(written), args) == []
 
@@ -150,6 +152,10 @@ def test_dropout_of_residuals_is_where_transformers_has_it(monkeypatch):
         ("llama3 biased", {"head_width": 7}, "head_width = 7: must be even"),
         ("llama3 biased", {"head_width": 0}, "head_dim = 0: must be at least 1"),
         ("glm4_moe", {"n_dense_layers": 4}, "n_dense_layers = 4 with n_layers = 3: must be from 0 to n_layers"),
+        ("falcon_h1", {"ssm_groups": 3}, "ssm_groups = 3 with ssm_heads = 4.*divide"),
+        ("falcon_h1", {"conv_taps": 0}, "conv_taps = 0: must be at least 1"),
+        ("falcon_h1", {"head_multiplier": 0.0}, "head_multiplier = 0.0: must be above 0"),
+        ("falcon_h1", {"ssm_dt_multiplier": -1.0}, "ssm_dt_multiplier = -1.0: must be above 0"),
         ("gemma2", {"sliding_window": 0}, "sliding_window = 0: must be at least 1"),
         ("gemma2", {"query_scalar": 0}, "query_scalar = 0: must be at least 1"),
         ("gemma2", {"score_cap": -1.0}, "score_cap = -1.0: must not be negative"),
@@ -227,6 +233,17 @@ def test_impossible_sizes_are_refused(shape, change, message):
         ("qwen3 windows", {"max_window_layers": None}, "max_window_layers = None; allowed: a whole number"),
         ("qwen3_moe window", {"layer_types": ["sliding_attention"] * 2}, "layer_types"),
         ("glm4_moe", {"partial_rotary_factor": 1.5}, "rotary_dim = 24: must be at most head_dim = 16"),
+        ("falcon_h1", {"mamba_n_heads": 5}, "mamba_n_heads = 5 of mamba_d_head = 6 do not make up .* width 24"),
+        ("falcon_h1", {"mamba_n_heads": 0}, "mamba_n_heads = 0 of mamba_d_head = 6 do not make up"),
+        ("falcon_h1", {"mamba_d_ssm": "24"}, "mamba_d_ssm = '24'; allowed: a whole number, or null for 64"),
+        ("falcon_h1", {"mamba_d_ssm": None}, "do not make up the mixer's width 64"),
+        ("falcon_h1", {"mamba_d_head": "5"}, "mamba_d_head = '5'; allowed: a whole number"),
+        ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, r"ssm_multipliers = .*; allowed: null or 5 numbers"),
+        ("falcon_h1", {"mlp_multipliers": [1.0, "x"]}, "mlp_multipliers = 'x'; allowed: a finite number"),
+        ("falcon_h1", {"time_step_limit": [0.001, 0.1]}, r"time_step_limit = \[0.001, 0.1\], but .* \[0.0, Infinity\]"),
+        ("falcon_h1", {"mamba_use_mlp": False}, "mamba_use_mlp = False"),
+        ("falcon_h1", {"mamba_rms_norm": None}, "mamba_rms_norm = None; allowed: true or false"),
+        ("falcon_h1", {"layers_block_type": ["hybrid"]}, "layers_block_type"),
         ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping = 0.0; allowed: a number above 0, or null"),
         ("gemma2", {"final_logit_softcapping": -3.0}, "final_logit_softcapping = -3.0; allowed: a number above 0"),
         (

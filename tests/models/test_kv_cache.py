@@ -8,6 +8,7 @@ from tests.support.tiny_decoders import DEEPSEEK, GATED, GEMMA3, LLAMA, MISTRAL,
 from torchtitan.commands.generate import sample
 from torchtitan.datasets.tokenizer.byte_level import ByteTokenizer
 from torchtitan.models.deepseek.model import Deepseek
+from torchtitan.models.falcon_h1.model import FalconH1
 from torchtitan.models.gemma2.model import Gemma2
 from torchtitan.models.gemma3.model import Gemma3
 from torchtitan.models.kv_cache import CachedDecoder
@@ -22,6 +23,7 @@ MODELS = {
     "deepseek, values narrower than keys": (Deepseek, DEEPSEEK["v2 lite"]),
     "deepseek, groups of experts": (Deepseek, DEEPSEEK["v3"]),
     "mistral, a window": (Mistral, MISTRAL["window"]),
+    "falcon_h1, a state beside attention": (FalconH1, GATED["falcon_h1"]),
     "gemma2, capped scores": (Gemma2, GATED["gemma2"]),
     "gemma3, windows in some layers": (Gemma3, GEMMA3["plain"]),
     "qwen3_next, a state in most layers": (Qwen3Next, GATED["qwen3_next"]),

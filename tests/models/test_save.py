@@ -31,6 +31,7 @@ FAMILIES = [
     "llama3.2",
     "deepseek v2",
     "deepseek v3",
+    "falcon_h1",
     "gemma3",
     "gpt2",
     "mistral",

@@ -141,7 +141,7 @@ def table() -> list[Combination]:
     """Return all rows of the table."""
     rows = data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks() + adapters()
     rows += float8() + gpt2() + roberta() + neurocache() + embedding_noise() + rope_scaling() + group_attention()
-    rows += windows_of_some_layers() + gated_families() + delta_nets()
+    rows += windows_of_some_layers() + gated_families() + with_states()
     return once_in_float32(dict.fromkeys(row if row.pp > 1 else replace(row, microbatch_size=2) for row in rows))
 
 
@@ -616,10 +616,10 @@ def capped() -> list[Combination]:
     return rows + [Combination(**COMPOSED[name], **exact) for name in ("FSDP 2 x TP 2", "PP 2 x TP 2", "CP 2 x TP 2")]
 
 
-def delta_nets() -> list[Combination]:
-    """Rows of families with the delta rule, whose state passes over the parts of a sequence and ends with documents."""
-    rows = []
-    for model in ("qwen3_5", "qwen3_next"):
+def with_states() -> list[Combination]:
+    """Rows of families with a state, which passes over the parts of a sequence and ends with documents."""
+    rows = [Combination(ranks=1, model="falcon_h1", compile="block", document_mask=True)]
+    for model in ("qwen3_5", "qwen3_next", "falcon_h1"):
         plain, exact = dict(model=model), dict(model=model, microbatch_size=1, document_mask=True)
         rows += [Combination(**LAYOUTS[name], **plain) for name in ("FSDP 2", "DDP 2")]
         rows += [Combination(**LAYOUTS["FSDP 2"], **exact, recompute="op", accumulation=2)]
@@ -629,7 +629,11 @@ def delta_nets() -> list[Combination]:
         rows += [Combination(**COMPOSED["CP 2 x TP 2"], **exact), Combination(**COMPOSED["PP 2 x CP 2"], **exact)]
         rows += [Combination(**COMPOSED["FSDP 2 x TP 2"], **plain, recompute="full")]
         rows += [Combination(**layout, **plain, adapter="lora") for layout in (LAYOUTS["FSDP 2"], COMPOSED["TP 2"])]
-    rows += [Combination(**COMPOSED["CP 2"], model="qwen3_5", method=m, document_mask=True) for m in METHODS[1:]]
+    for method in METHODS[1:]:
+        rows += [
+            Combination(**COMPOSED["CP 2"], model=model, method=method, document_mask=True)
+            for model in ("qwen3_5", "falcon_h1")
+        ]
     rows += [Combination(**COMPOSED["CP 2"], model="qwen3_5", recompute=mode) for mode in ("full", "op")]
     rows += [Combination(**COMPOSED["PP 2"], model="qwen3_5", schedule=s) for s in ("ZBVZeroBubble", "DualPipeV")]
     experts = dict(model="qwen3_next", microbatch_size=1, document_mask=True)

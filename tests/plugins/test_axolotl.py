@@ -105,6 +105,7 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ({"base_model": "allenai/OLMo-2-1124-7B"}, FULL, {"model.name": "olmo2"}),
     ({"base_model": "mistralai/Ministral-3-8B-Base-2512"}, FULL, {"model.name": "mistral"}),
     ({"base_model": "ibm-granite/granite-3.1-8b-base"}, FULL, {"model.name": "granite"}),
+    ({"base_model": "tiiuae/Falcon-H1-1.5B-Deep-Base"}, FULL, {"model.name": "falcon_h1"}),
     ({"base_model": "my/Mistral-7B"}, FULL, {"model.name": "mistral", "model.hf_folder": "my/Mistral-7B"}),
     ({"base_model": "google/gemma-3-1b-pt"}, FULL, {"model.name": "gemma3", "model.hf_folder": "google/gemma-3-1b-pt"}),
     ({"base_model": "google/gemma-3-4b-it"}, FULL, {"model.name": "gemma3"}),

@@ -33,6 +33,16 @@ TENSOR = [
         "tensor_parallel_degree: given 4, which does not divide delta_key_heads 2; allowed: a divisor of it and "
         "n_heads 8, n_kv_heads 4, feed-forward width 768, vocab_size 2048: 1, 2; write one of these",
     ),
+    (
+        [TP + "4", "--model.name=falcon_h1", "--model.overrides={ssm_heads = 12, ssm_groups = 3}"],
+        "tensor_parallel_degree: given 4; allowed: a divisor or a multiple of ssm_groups 3, as a rank reads whole "
+        "groups or one; write one of these",
+    ),
+    (
+        [TP + "4", "--model.name=falcon_h1", "--model.overrides={ssm_heads = 6}"],
+        "tensor_parallel_degree: given 4, which does not divide ssm_heads 6; allowed: a divisor of it and n_heads 8, "
+        "n_kv_heads 4, feed-forward width 768, vocab_size 2048: 1, 2; write one of these",
+    ),
     (  # seq_len need not be a multiple of what tensor parallel cannot be
         [TP + "3"],
         "tensor_parallel_degree: given 3, which does not divide n_heads 16 and n_kv_heads 16 and vocab_size 2048; "

@@ -43,6 +43,8 @@ MICRO_SIZES = {
     **{name: dict(multiple_of=16, n_kv_heads=2) for name in ("llama3", "llama3.1", "llama3.2")},
     "deepseek": LATENT | dict(ffn_dim=64, expert_dim=32, aux_loss_weight=0.1),
     "gpt2": dict(ffn_dim=96, max_seq_len=32, dropout=0.25, attention_dropout=0.25),
+    "falcon_h1": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, ssm_heads=4, ssm_head_dim=6, ssm_state_dim=8)
+    | dict(key_multiplier=2.0, ssm_x_multiplier=3.0, down_multiplier=0.5),
     "gemma2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, query_scalar=24)
     | dict(score_cap=0.5, logit_cap=1.0),
     "gemma3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, global_interval=2, query_scalar=24),

@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
+from torchtitan.models.falcon_h1 import FalconH1Args
 from torchtitan.models.gemma2 import Gemma2Args
 from torchtitan.models.gemma3 import Gemma3Args
 from torchtitan.models.glm4 import Glm4Args
@@ -219,6 +220,22 @@ _EXPERTS = {
 _GATED = dict(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, head_dim=8, ffn_dim=48, vocab_size=64, max_seq_len=128)
 _CAPS = dict(score_cap=0.3, logit_cap=0.5)  # so low that they matter
 YARN_FACTOR = RopeScaling(factor=4.0, original_max_seq_len=16, kind="yarn")
+# factors that float32 holds exactly, as transformers rounds some
+_FACTORS: dict = dict(embedding_multiplier=3.0, head_multiplier=2.0, key_multiplier=1.5, attention_in_multiplier=1.25)
+_FACTORS |= dict(attention_out_multiplier=0.75, ssm_in_multiplier=2.5, ssm_out_multiplier=0.5, gate_multiplier=1.75)
+_FACTORS |= dict(down_multiplier=0.375, ssm_z_multiplier=1.25, ssm_x_multiplier=0.75, ssm_b_multiplier=1.5)
+_FACTORS |= dict(ssm_c_multiplier=0.625, ssm_dt_multiplier=2.0)
+_FALCON_H1 = FalconH1Args(
+    **_GATED,
+    **_FACTORS,
+    ssm_heads=4,
+    ssm_head_dim=6,
+    ssm_state_dim=5,
+    ssm_groups=2,
+    ssm_norm=True,
+    rope_theta=5000.0,
+)
+_FALCON_BIASES: dict = dict(attention_bias=True, mlp_bias=True, ssm_bias=True, ssm_out_bias=True)
 GATED = {
     "llama3 biased": replace(LLAMA["llama3"], head_width=12, attention_bias=True, mlp_bias=True),
     "granite": GraniteArgs(**_GATED, embedding_multiplier=3.0, attention_multiplier=0.4, logits_divisor=0.5),
@@ -255,6 +272,11 @@ GATED = {
     ),
     "qwen3_5": Qwen35Args(**_GATED | _DELTA, rope_theta=5000.0),
     "qwen3_5 tied": Qwen35Args(**_GATED | _DELTA | dict(n_layers=2), tied_embeddings=True, conv_taps=3),
+    "falcon_h1": _FALCON_H1,
+    "falcon_h1 biased, tied": replace(
+        _FALCON_H1, ssm_norm=False, ssm_groups=1, conv_taps=3, tied_embeddings=True, head_dim=12, **_FALCON_BIASES
+    ),
+    "falcon_h1 normed first": replace(_FALCON_H1, norm_before_gate=True, conv_bias=False, ssm_head_dim=4),
     "granite tied, biased": GraniteArgs(**_GATED, tied_embeddings=True, attention_bias=True, mlp_bias=True),
     **_EXPERTS,
 }

@@ -196,6 +196,11 @@ def save(folder: Path, state: Mapping[str, torch.Tensor], options: Options, form
             "models (Mixtral), refuses them in others, or ignores them beside adapters of other layers; compare the "
             "logits, or write the whole model (torchtitan export --merge)"
         )
+    if any(_split(name)[0].endswith(".ssm_out") for name in state):
+        logger.warning(
+            "adapters of *ssm_out: peft refuses them, as kernels of Mamba would not apply them; leave them out of "
+            "adapter.target, or write the whole model (torchtitan export --merge)"
+        )
     folder.mkdir(parents=True, exist_ok=True)
     save_file(to_peft(state, form), folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(peft_config(options, list(state), form, base), indent=2) + "\n")

@@ -13,6 +13,7 @@ from typing import Any
 from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
 from torchtitan.models.deepseek import FAMILY as DEEPSEEK
+from torchtitan.models.falcon_h1 import FAMILY as FALCON_H1
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.gemma2 import FAMILY as GEMMA2
 from torchtitan.models.gemma3 import FAMILY as GEMMA3
@@ -41,6 +42,7 @@ from torchtitan.models.smollm3 import FAMILY as SMOLLM3
 FAMILIES: dict[str, Family] = {
     **LLAMAS,
     "deepseek": DEEPSEEK,
+    "falcon_h1": FALCON_H1,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     **GLMS,

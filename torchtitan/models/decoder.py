@@ -85,7 +85,7 @@ DECODER_PLAN = ParallelPlan(
 """Parallel plan of decoders with grouped attention and a gated feed-forward, such as Llama."""
 
 
-NARROWER = ("wo", "w2", "w3", "delta_out")
+NARROWER = ("wo", "w2", "w3", "delta_out", "ssm_out")
 """Last parts of the names of matrices with initial values that are smaller in deeper layers."""
 
 
@@ -263,7 +263,10 @@ class Decoder(nn.Module):
         kernel = partial(DropoutKernel, attention_dropout) if attention_dropout else kernel
         # one for all blocks of a kind; it has no state
         self.kernels = nn.ModuleList(
-            kind.kernel() if kind.kernel else kernel(attention_backend, causal, kind.window) for kind in self.kinds
+            kind.kernel().with_backend(attention_backend)
+            if kind.kernel
+            else kernel(attention_backend, causal, kind.window)
+            for kind in self.kinds
         )
         self.tok_embeddings = nn.Embedding(args.vocab_size, word_dim or args.dim)
         self.noise: nn.Module | None = None  # on embeddings, see dropout.py; on the same pipeline stage as they are

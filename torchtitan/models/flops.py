@@ -12,7 +12,9 @@ for each depth. Recomputation and padding never count.
 
 A layer with the delta rule (linear_attention.py) multiplies, for each token and value head, the state three times,
 18 K V, and the corrections of its chunk of C tokens, 6 C V; for each key head, keys with keys and with queries, 12 C K.
-The triangular system of a chunk, convolutions and decays count as little as norms: not at all.
+The triangular system of a chunk, convolutions and decays count as little as norms: not at all. Without the delta rule
+it multiplies the state twice, 12 K V, and the values of its chunk, 6 C V; for each group of heads, keys with queries,
+6 C K.
 """
 
 from collections.abc import Callable
@@ -87,6 +89,27 @@ def delta_flops_per_token(sizes: DeltaSizes, seq_len: int) -> FlopsPerToken:
 
     return FlopsPerToken(
         full=total(seq_len, keys_of_chunk), causal=total(causal_keys(seq_len), causal_keys(keys_of_chunk))
+    )
+
+
+class HybridSizes(ModelSizes, Protocol):
+    ssm_heads: int
+    ssm_head_dim: int
+    ssm_groups: int
+    ssm_state_dim: int
+
+
+def hybrid_flops_per_token(sizes: HybridSizes, seq_len: int) -> FlopsPerToken:
+    """Return the FLOPs of a model with linear attention without the delta rule in all layers, beside attention."""
+    attention, keys_of_chunk = flops_per_token(sizes, seq_len), min(seq_len, STATE_CHUNK)
+
+    def of_states(chunk: float) -> float:
+        of_keys = 2 * chunk * sizes.ssm_groups * sizes.ssm_state_dim
+        of_values = sizes.ssm_heads * (4 * sizes.ssm_state_dim + 2 * chunk) * sizes.ssm_head_dim
+        return 3 * sizes.n_layers * (of_keys + of_values)
+
+    return FlopsPerToken(
+        full=attention.full + of_states(keys_of_chunk), causal=attention.causal + of_states(causal_keys(keys_of_chunk))
     )
 
 

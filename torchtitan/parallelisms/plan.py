@@ -29,7 +29,7 @@ class ParallelPlan:
     row: tuple[str, ...] = ()  # linears sharded by input
     replicated: tuple[str, ...] = ()  # inside a region, full on every rank, as all heads read the output
     by_head: tuple[str, ...] = ()  # inside a region, modules of a parameter [heads], as attention sinks
-    split_norms: tuple[str, ...] = ()  # inside a region, RMS norms over sharded features, e.g. over all heads at once
+    split_norms: tuple[str, ...] = ()  # inside a region, RMS norms over sharded features, or over `groups` of them
     sequence: tuple[str, ...] = ()  # outside the regions, applied to this rank's tokens: norms
     keyed: tuple[str, ...] = ()  # the same, with a further input of integers for all tokens: dropout and its keys
     with_block: tuple[tuple[str, str], ...] = ()  # (module outside the blocks, block that shares its pipeline stage)

@@ -240,7 +240,7 @@ class RegionBorder:
         return _Leave.apply(x, self.sequence, self.size, self.group)
 
     def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
-        """All-reduce [B, S, 1]. The gradient is a partial sum on each rank, so backward all-reduces it too."""
+        """All-reduce [B, S, n]. The gradient is a partial sum on each rank, so backward all-reduces it too."""
         return _Sum.apply(x, self.group)
 
     def all_gather(self, x: torch.Tensor) -> torch.Tensor:
@@ -292,15 +292,22 @@ class _Replicated:
 
 
 class _SplitNorm:
-    """An RMS norm over sharded features: the sum of squares is all-reduced."""
+    """An RMS norm over sharded features: the sum of squares is all-reduced.
+
+    A norm of each of its `groups` of features needs that only where several ranks share one.
+    """
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Normalize over all N features: [B, S, N / tp] -> [B, S, N / tp]."""
-        wide = x.to(torch.promote_types(x.dtype, torch.float32))
-        squares = self.border.all_reduce(wide.square().sum(-1, keepdim=True))  # [..., 1]
+        """Normalize over all N features, or over each group: [B, S, N / tp] -> [B, S, N / tp]."""
+        groups, ranks = getattr(self, "groups", 1), self.border.size
+        wide = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (max(groups // ranks, 1), -1))
+        squares = wide.square().sum(-1)  # [..., groups of this rank]
+        if groups < ranks:
+            first = self.border.rank * groups // ranks
+            squares = self.border.all_reduce(F.pad(squares, (first, groups - 1 - first)))[..., first : first + 1]
         eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-        r = (squares / (self.border.size * x.shape[-1]) + eps).rsqrt()
-        return (wide * r * self.weight.to_local()).to(x.dtype)
+        r = (squares / (ranks * x.shape[-1] // groups) + eps).rsqrt()
+        return ((wide * r[..., None]).flatten(-2) * self.weight.to_local()).to(x.dtype)
 
 
 class _Keyed(_Replicated):

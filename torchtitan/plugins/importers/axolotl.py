@@ -45,7 +45,7 @@ MODEL_TYPES |= {"qwen3-next": "qwen3_next", "qwen3.5": "qwen3_5_text", "qwen3.6"
 MODEL_TYPES |= {"gemma-3n": "gemma3n_text"}
 MODEL_TYPES |= {"-vision": "mllama", "qwen3-vl-30b-a3b": "qwen3_vl_moe", "qwen3-vl-235b-a22b": "qwen3_vl_moe"}
 MODEL_TYPES |= {"llava-v1.6-mistral": "mistral", "llava-1.5": "llama", "pixtral": "mistral", "magistral": "mistral"}
-MODEL_TYPES |= {"smolvlm": "llama", "voxtral": "llama"}
+MODEL_TYPES |= {"smolvlm": "llama", "voxtral": "llama", "falcon-h1": "falcon_h1"}
 MODEL_TYPES |= {"phi-4": "phi3", "llama-4": "llama4_text", "glm-4.5": "glm4_moe", "glm-4.6": "glm4_moe"}
 """Parts of the name of a folder that is not on this machine, and the model type that the first of them indicates.
 
