@@ -143,9 +143,21 @@ def cut_down(argv: list[str]) -> list[str]:
     return [*retained, f"--training.steps={steps}", *(f"--{name}={value}" for name, value in SMALL.items())]
 
 
+def planned(argv: list[str]) -> list[str]:
+    """Return the arguments of `torchtitan plan` for two layers and 1e9 tokens on at most four GPUs.
+
+    tests/planner/test_search.py searches plans of whole models on thousands of GPUs.
+    """
+    gpus = min(4, int(argv[argv.index("--gpus") + 1]))
+    sizes = ["--model.overrides={n_layers = 2}", f"--training.global_batch_size={gpus}"]
+    return [*argv, f"--gpus={gpus}", "--tokens=1e9", *sizes]
+
+
 def as_tested(argv: list[str]) -> list[str]:
     if argv[0] == "train":
         return [argv[0], *cut_down(argv[1:])]
+    if argv[0] == "plan":
+        return planned(argv)
     # the page means a new run, not a resume of the cut-down one; the memory estimate has its own tests
     plain = argv[0] == "check" and "--upgrade" not in argv
     return [*argv, "--job.dump_folder=unused", "--no-memory"] if plain else argv
