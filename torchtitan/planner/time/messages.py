@@ -74,7 +74,8 @@ class WeightCounts(NamedTuple):
     """Bytes of the weights under an adapter, which FSDP gathers and does not reduce. `dense` are its own then."""
 
 
-class BlockTime(NamedTuple):
+@dataclass(frozen=True)
+class BlockTime:
     """Seconds of a block for one microbatch."""
 
     products: float
@@ -92,7 +93,7 @@ class BlockTime(NamedTuple):
     """Messages that a rank waits for in forward and backward, by axis."""
     weights: WeightCounts
 
-    @property
+    @cached_property
     def parts(self) -> Parts:
         """Seconds of forward and backward by part."""
         return Parts(
@@ -103,11 +104,11 @@ class BlockTime(NamedTuple):
             recompute=self.replay,
         )
 
-    @property
+    @cached_property
     def forward(self) -> float:
         return self.products + self.attention + self.moved + self.unpacked + sum(self.waited.values()) / 3
 
-    @property
+    @cached_property
     def input_grad(self) -> float:
         return self.parts.total() - self.forward - self.weight_grad
 
@@ -287,10 +288,15 @@ class MessageTimer:
     workload: Workload
     hardware: Hardware
     calibration: Calibration
+    _links: dict[int, Links] = field(default_factory=dict, repr=False)
+    """Links by the ranks of a machine."""
 
     def links_of(self, plan: Plan) -> Links:
         """Return the links between the plan's ranks."""
-        return replace(self.links, machine=min(self.links.machine, plan.gpus))
+        machine = min(self.links.machine, plan.gpus)
+        if machine not in self._links:
+            self._links[machine] = replace(self.links, machine=machine)
+        return self._links[machine]
 
     @cached_property
     def links(self) -> Links:

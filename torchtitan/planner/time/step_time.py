@@ -384,11 +384,16 @@ class StepTimer:
         machines = plan.gpus / self.hardware.devices_per_machine
         return self.calibration.factor("stragglers") * STRAGGLING * log2(machines)
 
+    @cached_property
+    def _num_parameters(self) -> int:
+        """Number of the model's parameters, which takes longer to count than the rest of a step's prediction."""
+        return int(self.workload.args.num_parameters)
+
     def _outside(self, plan: Plan, seconds: float) -> str:
         """Return what no published row is like."""
         args, shards = self.workload.args, plan.shards * plan.cp
         limits = {
-            f"a model below {LEAST_PARAMETERS / 1e9:.0f}B": args.num_parameters < LEAST_PARAMETERS,
+            f"a model below {LEAST_PARAMETERS / 1e9:.0f}B": self._num_parameters < LEAST_PARAMETERS,
             f"experts narrower than {LEAST_EXPERT:,}": getattr(args, "expert_dim", LEAST_EXPERT) < LEAST_EXPERT,
             f"more than {MOST_GPUS:,} GPUs": plan.gpus > MOST_GPUS,
             f"FSDP over more than {MOST_SHARDS} ranks": shards > MOST_SHARDS,
@@ -404,11 +409,16 @@ class StepTimer:
         stages = self.stages(plan)
         start = 0.0 if self.messages.overlap else ACTION_SECONDS
         merged = plan.merges_backward or not schedule_traits(plan.schedule).split_backward
+        of_blocks: dict[object, tuple[float, ...]] = {}  # most stages have equal blocks
         for number, stage in enumerate(stages):
-            blocks = self.blocks(plan, stage)
-            forward = sum(count * block.forward for block, count in blocks)
-            input_grad = sum(count * block.input_grad for block, count in blocks)
-            weight_grad = sum(count * block.weight_grad for block, count in blocks)
+            content = tuple(stage.items())
+            if content not in of_blocks:
+                blocks = [(block.forward, block.input_grad, block.weight_grad) for block, _ in self.blocks(plan, stage)]
+                of_blocks[content] = tuple(
+                    sum(count * seconds for count, seconds in zip(stage.values(), part, strict=True))
+                    for part in zip(*blocks, strict=True)
+                )
+            forward, input_grad, weight_grad = of_blocks[content]
             if number == len(stages) - 1:
                 product, logits = self.head(plan)
                 forward, input_grad = forward + product + logits, input_grad + product + logits
