@@ -27,7 +27,7 @@ from torchtitan.models.llama.model import HF, Llama
 from torchtitan.models.spec import MODELS
 from torchtitan.plugins.eval_tasks import evaluate_tasks
 from torchtitan.plugins.eval_tasks.evaluate_tasks import Answers, likelihoods, split_into_requests, tasks_table
-from torchtitan.plugins.eval_tasks.task_files import FIGURES, FILTERS, tasks_in
+from torchtitan.plugins.eval_tasks.task_files import FIGURES, FILTERS
 
 ARGS = LlamaArgs(dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16, max_seq_len=128)
 BYTES = ByteTokenizer()
@@ -311,11 +311,11 @@ def test_answers_equal_those_of_lm_eval_for_transformers(home, context):
 def test_metrics_equal_those_of_lm_eval(home, tmp_path, capsys):
     from lm_eval.evaluator import evaluate
 
-    from torchtitan.plugins.eval_tasks.evaluate_tasks import _open_tasks
+    from torchtitan.plugins.eval_tasks.evaluate_tasks import _open_task_files
 
     assert cli.main(command(home, "--out", tmp_path / "found.json")) == 0, capsys.readouterr().err
     results, output = json.loads((tmp_path / "found.json").read_text()), capsys.readouterr().out
-    tasks = {"tasks": _open_tasks(tasks_in(home / "tasks"), str(tmp_path))}
+    tasks = _open_task_files(home / "tasks", str(tmp_path))
     model = lm_eval_model(home, max_length=64, add_bos_token=False)
     rolling = evaluate(model, {"tasks": {"rolling": tasks["tasks"].pop("rolling")}}, bootstrap_iters=0)
     expected = evaluate(lm_eval_model(home, max_length=64), tasks, bootstrap_iters=0)["results"] | rolling["results"]

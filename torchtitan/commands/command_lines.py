@@ -312,8 +312,8 @@ def _evaluate() -> CommandParser:
     _add_checkpoint(parser)
     samples = "segments, in whole documents, or documents per task; 0: all (default)"
     parser.add_argument("--samples", type=whole_number(0), default=0, metavar="N", help=samples)
-    tasks = "lm-eval tasks to answer instead: a task's YAML file, or a folder of them"
-    parser.add_argument("--tasks", metavar="PATH", help=tasks)
+    tasks = "lm-eval tasks to answer instead: names, separated by commas, or a task's YAML file, or a folder of them"
+    parser.add_argument("--tasks", metavar="TASKS", help=tasks)
     sizes = "entries of a cache, separated by commas; 0: without (default: 0 and the job's)"
     parser.add_argument("--cache-sizes", type=_whole_numbers, metavar="N,N", help=sizes)
     parser.add_argument("--out", type=Path, help="JSON file to write")

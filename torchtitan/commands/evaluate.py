@@ -6,8 +6,8 @@ in segments of validation.seq_len (or training.seq_len) tokens. Losses and bytes
 includes, for example only the answers of records. A model with a cache is measured for several cache sizes. --out
 writes the results as JSON. --plot draws the loss by token position, one line per cache size.
 
-With --tasks the model answers lm-eval tasks described in a folder instead (plugins/eval_tasks), in a context of
-training.seq_len tokens. docs/finetuning.md shows such a folder.
+With --tasks the model answers tasks of lm-eval instead (plugins/eval_tasks), by their names there or described in a
+folder, in a context of training.seq_len tokens. docs/finetuning.md shows such a folder.
 """
 
 import dataclasses
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> int:
         check_file(option, getattr(options, option))
     job, path = find_checkpoint(Path(options.folder), options.config, job_args, options.best)
     if tasks is not None:
-        results = tasks.evaluate_tasks(job, path, Path(options.tasks), options.samples)
+        results = tasks.evaluate_tasks(job, path, options.tasks, options.samples)
         print(tasks.tasks_table(results))
     else:
         with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder:

@@ -1,4 +1,4 @@
-"""Evaluate a model on lm-eval tasks: `torchtitan evaluate FOLDER --tasks TASKS`.
+"""Evaluate a model on lm-eval tasks: `torchtitan evaluate FOLDER --tasks TASKS`, of task files or by lm-eval's names.
 
 lm-eval turns a task's data into requests and the answers into metrics. This module answers the requests and does not
 depend on lm-eval for that. Texts begin as documents do in training: with the tokenizer's first token, if it has one.
@@ -20,6 +20,7 @@ import threading
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
+from pkgutil import resolve_name
 from types import FrameType
 from typing import Any, NamedTuple, Protocol
 
@@ -36,6 +37,7 @@ from torchtitan.job import ResolvedJob
 from torchtitan.losses.objective import IGNORE_INDEX, Objective, cross_entropies
 from torchtitan.models.decoder import Decoder
 from torchtitan.models.kv_cache import context_of, incremental_reader
+from torchtitan.plugins.eval_tasks.named_tasks import is_names, open_named_tasks
 from torchtitan.plugins.eval_tasks.task_files import greedy_of, tasks_in, without_effect
 from torchtitan.process.distributed import device_type
 from torchtitan.training import inference_model
@@ -144,6 +146,8 @@ SEED = 1234
 """lm-eval's default seed for choosing the few-shot examples."""
 DRAWS = 100
 """Bootstrap samples for the standard error of metrics that are not means."""
+MODEL_CLASS = "torchtitan.plugins.eval_tasks.lm_eval_model:EvalModel"
+"""Imported by name where it is needed, as it imports lm_eval."""
 OPENING, COUNTING, OF_DOCUMENT = 300.0, 60.0, 1.0
 """Time limits in seconds: to read the data; for templates, filters and metrics; and in addition for each document."""
 
@@ -252,34 +256,46 @@ class Answers:
         return answers
 
 
-def evaluate_tasks(job: ResolvedJob, place: Path, path: Path, limit: int) -> dict[str, Any]:
-    """Return the metrics of the model in `place` on the tasks of `path`, on `limit` documents of each (0: all)."""
+def evaluate_tasks(job: ResolvedJob, place: Path, tasks: str, limit: int) -> dict[str, Any]:
+    """Return the metrics of the model in `place` on `limit` documents of each task (0: all).
+
+    `tasks`: a task file or a folder of them; or names of lm-eval's own tasks, separated by commas.
+    """
     require_causal_decoder(job.model)
-    if importlib.util.find_spec("lm_eval") is None:
-        raise JobError("--tasks needs the package lm_eval; install it with: pip install 'torchtitan-toml[eval]'")
+    require_lm_eval("--tasks")
+    logging.getLogger("lm_eval").setLevel(logging.ERROR)
     with tempfile.TemporaryDirectory(prefix="torchtitan-") as folder, _sandboxed():
-        tasks_by_name = tasks_in(path)
-        for name, task in tasks_by_name.items():
-            if unused_keys := without_effect(task):
-                print(f"{name}: without effect here: {', '.join(unused_keys)}", file=sys.stderr)
-        tasks = _open_tasks(tasks_by_name, folder)
-        model, _ = inference_model.load_model(job, place, torch.device(device_type()))
-        assert isinstance(model, Decoder)
-        rows, seq_len = job.config.validation.local_batch_size, job.data.seq_len("training")
-        answers = Answers(model, job.tokenizer(), seq_len, rows, job.model.end_ids(place))
-        for name, task in tasks_by_name.items():
-            if task.get("output_type", "generate_until") == "generate_until":
-                answers.generation_limits(task.get("generation_kwargs") or {}, name)
-        return {"of": str(place), "seq_len": answers.seq_len, "tasks": _measure(answers, tasks, limit)}
+        opened = open_named_tasks(tasks.split(",")) if is_names(tasks) else _open_task_files(Path(tasks), folder)
+        answers = answers_of(job, place, torch.device(device_type()), job.config.validation.local_batch_size)
+        for name, task in opened["tasks"].items():
+            task.set_fewshot_seed(SEED)
+            if task.OUTPUT_TYPE == "generate_until":
+                answers.generation_limits(task.config.generation_kwargs or {}, name)
+        return {"of": str(place), "seq_len": answers.seq_len, "tasks": _measure(answers, opened, limit)}
 
 
-def _open_tasks(tasks: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]:
-    """Load the tasks with lm-eval, which caches their data in `folder`."""
+def require_lm_eval(feature: str) -> None:
+    """Raise JobError if lm-eval, which `feature` needs, is not installed."""
+    if importlib.util.find_spec("lm_eval") is None:
+        raise JobError(f"{feature} needs the package lm_eval; install it with: pip install 'torchtitan-toml[eval]'")
+
+
+def answers_of(job: ResolvedJob, place: Path, device: torch.device, rows: int) -> Answers:
+    """Return the answers of the model in `place`, which reads `rows` requests in a batch."""
+    model, _ = inference_model.load_model(job, place, device)
+    assert isinstance(model, Decoder)
+    return Answers(model, job.tokenizer(), job.data.seq_len("training"), rows, job.model.end_ids(place))
+
+
+def _open_task_files(path: Path, folder: str) -> dict[str, Any]:
+    """Load the tasks of a file or folder with lm-eval, which caches their data in `folder`."""
     from lm_eval.tasks import TaskManager
 
-    logging.getLogger("lm_eval").setLevel(logging.ERROR)
+    tasks = tasks_in(path)
     manager, opened = TaskManager(include_defaults=False), dict[str, Any]()
     for name, task in tasks.items():
+        if unused_keys := without_effect(task):
+            print(f"{name}: without effect here: {', '.join(unused_keys)}", file=sys.stderr)
         data_kwargs = {"dataset_kwargs": task["dataset_kwargs"] | {"cache_dir": folder}}
         try:
             with time_limit(OPENING):
@@ -287,52 +303,40 @@ def _open_tasks(tasks: dict[str, dict[str, Any]], folder: str) -> dict[str, Any]
         except Exception as error:  # exceptions of lm-eval and its data readers have no common base
             error_text = f"{type(error).__name__}: {error}"
             raise JobError(f"{name}: lm-eval does not open it: {error_text}; mend its YAML or its data") from None
-        opened[name].set_fewshot_seed(SEED)
-    return opened
+    return {"tasks": opened}
 
 
-def _measure(answers: Answers, tasks: dict[str, Any], limit: int) -> dict[str, dict[str, Any]]:
-    """Return per task the number of documents and each metric, with a standard error if lm-eval has one."""
-    from lm_eval.api.model import LM
+def _measure(answers: Answers, opened: dict[str, Any], limit: int) -> dict[str, dict[str, Any]]:
+    """Return for each task, and each group of tasks that has metrics, its documents and metrics.
+
+    A metric has a standard error if lm-eval computes one.
+    """
     from lm_eval.evaluator import evaluate
 
+    model = resolve_name(MODEL_CLASS)(answers)
     os.environ["DISABLE_MULTIPROC"] = "1"  # its bootstrap would fork next to the threads of torch
-
-    class EvalModel(Answers, LM):
-        def __init__(self) -> None:
-            LM.__init__(self)
-            self.__dict__ |= vars(answers)
-
-        def loglikelihood(self, requests: Sequence[EvalRequest]) -> list[tuple[float, bool]]:
-            with without_time_limit():
-                return super().loglikelihood(requests)
-
-        def loglikelihood_rolling(self, requests: Sequence[EvalRequest]) -> list[float]:
-            with without_time_limit():
-                return super().loglikelihood_rolling(requests)
-
-        def generate_until(self, requests: Sequence[EvalRequest]) -> list[str]:
-            with without_time_limit():
-                return super().generate_until(requests)
-
     # hides its messages on answers that are not among the choices
     logging.getLogger("lm_eval").setLevel(logging.WARNING)
+    tasks = opened["tasks"]
     try:
         kwargs: dict[str, Any] = dict(limit=limit or None, log_samples=False, bootstrap_iters=DRAWS)
         documents = sum(min(limit or len(task.eval_docs), len(task.eval_docs)) for task in tasks.values())
         with time_limit(COUNTING + OF_DOCUMENT * documents):
-            results = evaluate(EvalModel(), {"tasks": tasks}, **kwargs)
+            results = evaluate(model, opened, **kwargs)
     except Exception as error:  # exceptions of lm-eval, templates and metrics have no common base
         # an error of the model
         if isinstance(error, (JobError, RuntimeError)) and not isinstance(error, RecursionError):
             raise
         error_text = f"a template, a filter or a metric of {', '.join(tasks)} fails: {type(error).__name__}: {error}"
         raise JobError(f"{error_text}; correct it, or the document without a field that it needs") from None
-    counts = results["n-samples"]
+    counts = {name: count["effective"] for name, count in results["n-samples"].items()}
+    for name, group in opened.get("groups", {}).items():
+        counts[name] = sum(counts[task.task_name] for task in group.get_all_tasks())
     figures = {}
     for name, row in results["results"].items():
         values = {key: value for key, value in row.items() if "," in key and isinstance(value, int | float)}
-        figures[name] = {"documents": counts[name]["effective"]} | values
+        if values:  # a group may have none
+            figures[name] = {"documents": counts[name]} | values
     return figures
 
 
