@@ -163,7 +163,7 @@ def test_a_line_with_a_module_is_refused_with_the_shipped_job_as_remedy():
     with pytest.raises(ConfigError) as caught:
         load(["--module", "llama3", "--config", "llama3_8b", "--training.steps", "100"])
     (fault,) = caught.value.faults
-    assert fault.key == "module" and "--config alone names a shipped job" in str(fault)
+    assert fault.key == "module" and "a job alone, of those that `torchtitan presets ls` lists" in str(fault)
 
 
 @pytest.mark.parametrize("file", OLD, ids=lambda file: file.name)

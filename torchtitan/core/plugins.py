@@ -17,7 +17,10 @@ COMMANDS, PARSERS, COMMAND_OPTIONS = "torchtitan.commands", "torchtitan.parsers"
 DIALECTS = "torchtitan.dialects"
 PLUGINS: dict[str, dict[str, str]] = {
     ADAPTERS: {"neurocache": "torchtitan.plugins.neurocache.spec:SPEC"},
-    IMPORTERS: {"neurocache": "torchtitan.plugins.neurocache.importer:SOURCE"},
+    IMPORTERS: {
+        "neurocache": "torchtitan.plugins.neurocache.importer:SOURCE",
+        "torchtitan": "torchtitan.plugins.dialects.config_lines:SOURCE",
+    },
     SECTIONS: {"adapter.neurocache": "torchtitan.plugins.neurocache.options:NeurocacheOptions"},
     RULES: {"neurocache": "torchtitan.plugins.neurocache.rules"},
     COMMANDS: {"import": "torchtitan.plugins.importers.command:main"},

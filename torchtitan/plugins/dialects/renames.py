@@ -148,7 +148,10 @@ MOVED: dict[str, Moved] = {
 
 GONE: dict[str, Removed] = {
     # a line of 2026, `--module llama3 --config llama3_8b`: its jobs are functions there, and files here
-    "module": Removed("--config alone names a shipped job, with its model; `torchtitan presets ls` lists them"),
+    "module": Removed(
+        "translate the line: torchtitan import torchtitan.train --module llama3 --config llama3_8b ...; or give a job "
+        "alone, of those that `torchtitan presets ls` lists"
+    ),
     "job.use_for_integration_test": Removed("it marked files for the tests of PyTorch's torchtitan", None),
     "metrics.use_for_integration_test": Removed("it marked files for the tests of PyTorch's torchtitan", None),
     "training.checkpoint_interval_type": Removed("checkpoint.interval counts steps", ("steps",)),

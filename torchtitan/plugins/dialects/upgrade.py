@@ -321,7 +321,7 @@ def translate(argv: list[str], era: str | None) -> tuple[str, JobConfig]:
     translated = layer_of(name, result.values.items())
     if faults := faults + translated.all_faults():
         raise ConfigError(faults)
-    values = _without_unmatched(_with_effect(translated.values, result), result)
+    values = with_effect(translated.values, result)
     comments = Comments()
     for layer in layers:
         if Path(layer.name).is_file():
@@ -330,12 +330,12 @@ def translate(argv: list[str], era: str | None) -> tuple[str, JobConfig]:
     return as_file(head, values, comments), assemble(values, [f"the translation of {name}"])
 
 
-def _with_effect(values: Values, result: Upgrade) -> Values:
+def with_effect(values: Values, result: Upgrade) -> Values:
     """Leave out options that have no effect with the other options, and would be a fault here."""
     while faults := [fault for fault in _faults_without_effect(values) if fault.key in values]:
         result.notes += [f"left out, changed nothing: {fault.key} (allowed: {fault.allowed})" for fault in faults]
         values = {key: value for key, value in values.items() if key not in {fault.key for fault in faults}}
-    return values
+    return _without_unmatched(values, result)
 
 
 def _faults_without_effect(values: Values) -> list[Fault]:

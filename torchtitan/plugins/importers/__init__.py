@@ -112,6 +112,10 @@ TRL_CONFIGS = {
 LISTS = {"report_to", "lora_target_modules", "lora_modules_to_save", "lora_target_parameters", "loss_type"}
 LISTS |= {"loss_weights", "label_names", "optim_target_modules", "include_for_metrics", "fsdp", "debug"}
 """Flags that take several values in trl and LLaMA-Factory."""
+TORCHTITAN = "torchtitan.train"
+"""The module of PyTorch's torchtitan that lines run as a script."""
+TORCHTITAN_SCRIPTS = ("run_train.sh", "run_llama_train.sh")
+"""Scripts that run it, on NGPU ranks."""
 SHELL_OPERATORS = {">", ">>", "2>", "2>>", "&>", "&>>", "2>&1", "|", "&"}
 """Shell operators for redirection, pipes and background jobs. They end the command."""
 
@@ -141,7 +145,7 @@ def parse(argv: Sequence[str]) -> CommandLine:
     argv, launcher_args = _split_at_dashes(argv)
     launcher, first = _launcher(argv)
     launched, begin = _launched(launcher, argv, first)
-    script_index = next((i for i, arg in enumerate(argv) if i >= begin and arg.endswith((".py", *CONFIGS))), None)
+    script_index = next((i for i, arg in enumerate(argv) if i >= begin and _is_script(arg)), None)
     if script_index is None:
         raise JobError(
             f"no script (a word that ends in .py) and no options file (.yml, .json) in: "
@@ -165,9 +169,16 @@ def parse(argv: Sequence[str]) -> CommandLine:
     else:
         ranks = _ranks(launcher, launched)
     environment = _environment(argv[:script_index])
+    if script in TORCHTITAN_SCRIPTS:
+        count = environment.get("NGPU", "")
+        script, ranks = TORCHTITAN, int(count) if count.isdecimal() else None
     return CommandLine(
         script, _world_size(flags, ranks), flags, config, launcher, launched, unread, program, environment
     )
+
+
+def _is_script(arg: str) -> bool:
+    return arg.endswith((".py", *CONFIGS)) or arg.rpartition("/")[2] in (TORCHTITAN, *TORCHTITAN_SCRIPTS)
 
 
 def _environment(args: Sequence[str]) -> dict[str, str]:
