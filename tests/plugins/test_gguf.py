@@ -37,6 +37,23 @@ SIZES = {
     "qwen3": "dim=128, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=192, vocab_size=2400",
     "qwen3_moe": "dim=128, n_heads=4, n_kv_heads=2, head_dim=32, expert_dim=64, n_experts=12, top_k=2, vocab_size=2400",
 }
+DENSE = "dim=128, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=192, vocab_size=2400"
+EXPERTS = "dim=128, n_heads=4, n_kv_heads=2, head_dim=32, expert_dim=64, n_experts=12, top_k=2, vocab_size=2400"
+OTHERS = {
+    "gemma2": (DENSE + ", sliding_window=16, query_scalar=32", "gemma2"),
+    "gemma3": (DENSE + ", sliding_window=16, query_scalar=32, global_interval=6", "gemma3"),
+    "phi3": (DENSE, "phi3"),
+    "olmo2": (DENSE, "olmo2"),
+    "olmo3": (DENSE + ", sliding_window=16, global_interval=4", "olmo2"),
+    "granite": (DENSE, "granite"),
+    "smollm3": (DENSE + ", no_rope_interval=4", "smollm3"),
+    "glm4": (DENSE + ", rotary_dim=16", "glm4"),
+    "glm4_moe": (EXPERTS + ", ffn_dim=192, rotary_dim=16, route_scale=1.5", "glm4moe"),
+    "mixtral": (EXPERTS, "llama"),
+    "qwen2_moe": (EXPERTS, "qwen2moe"),
+}
+"""Family -> sizes, and llama.cpp's name of its computation."""
+SIZES |= {family: sizes for family, (sizes, _) in OTHERS.items()}
 RENAMED = {"wq": "attn_q", "wk": "attn_k", "wv": "attn_v", "wo": "attn_output"}
 
 
@@ -62,7 +79,7 @@ def read_file(path):
     return {tensor.name: tensor for tensor in reader.tensors}, fields
 
 
-@pytest.mark.parametrize("family", SIZES)
+@pytest.mark.parametrize("family", [family for family in SIZES if family not in OTHERS])
 def test_tensors_are_those_of_transformers_and_rotate_as_in_llama_cpp(tmp_path, family):
     """llama.cpp's Llama rotates adjacent features, as this project does, and its Qwen as transformers does."""
     from transformers import AutoModelForCausalLM
@@ -96,6 +113,58 @@ def test_tensors_are_those_of_transformers_and_rotate_as_in_llama_cpp(tmp_path, 
     assert fields[f"{architecture}.attention.head_count_kv"] == 2 and fields[f"{architecture}.block_count"] == 2
     assert fields[f"{architecture}.context_length"] == (48 if family == "mistral" else job.model.args.max_seq_len)
     assert fields["general.file_type"] == gguf.LlamaFileType.ALL_F32
+
+
+PRE_NORMS = {"attention_norm": "attn_norm", "ffn_norm": "ffn_norm"}
+SANDWICH = PRE_NORMS | {"attention_post_norm": "post_attention_norm", "ffn_post_norm": "post_ffw_norm"}
+NORMS = {name: SANDWICH for name in ("gemma2", "gemma3", "glm4")}
+NORMS |= dict.fromkeys(("olmo2", "olmo3"), {"attention_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"})
+NORMS["glm4_moe"] = {"attention_norm": "attn_norm", "ffn_norm": "post_attention_norm"}
+FEED_FORWARD = {"w1": "gate", "w2": "down", "w3": "up"}
+
+
+def expected_tensors(family, state):
+    """Return tensors of llama.cpp's second layer, made from this project's own."""
+    layer = {name.removeprefix("layers.1."): value for name, value in state.items() if name.startswith("layers.1.")}
+    adjacent = family in ("granite", "smollm3", "mixtral", "glm4")  # llama.cpp rotates as this project does
+    attention = () if family == "phi3" else RENAMED if adjacent else ("wv", "wo")
+    expected = {RENAMED[name]: layer[f"attention.{name}.weight"] for name in attention}
+    for ours, name in NORMS.get(family, PRE_NORMS).items():
+        expected[name] = layer[f"{ours}.weight"] + (1 if family.startswith("gemma") else 0)
+    if family in ("phi3", "glm4"):
+        expected["ffn_up"] = torch.cat([layer[f"feed_forward.{name}.weight"] for name in ("w1", "w3")])
+    elif "moe.experts.w1" in layer:
+        expected |= {f"ffn_{name}_exps": layer[f"moe.experts.{ours}"].mT for ours, name in FEED_FORWARD.items()}
+        expected["ffn_gate_inp"] = layer["moe.router.gate.weight"]
+    else:
+        expected |= {f"ffn_{name}": layer[f"feed_forward.{ours}.weight"] for ours, name in FEED_FORWARD.items()}
+    return {f"blk.1.{name}.weight": value for name, value in expected.items()}
+
+
+NUMBERS = {  # metadata without which llama.cpp would compute something else
+    "gemma2": {"attention.sliding_window": 16, "attn_logit_softcapping": 50.0, "final_logit_softcapping": 30.0},
+    "gemma3": {"attention.sliding_window": 16, "rope.freq_base": 1e6},
+    "olmo3": {"attention.sliding_window": 16},
+    "granite": {"embedding_scale": 12.0, "residual_scale": 0.22, "attention.scale": 0.03125, "logit_scale": 16.0},
+    "glm4": {"rope.dimension_count": 16},
+    "glm4_moe": {"rope.dimension_count": 16, "expert_weights_scale": 1.5, "expert_gating_func": 2, "expert_count": 12},
+    "mixtral": {"expert_count": 12, "expert_used_count": 2},
+    "qwen2_moe": {"expert_shared_feed_forward_length": 128, "expert_feed_forward_length": 64},
+}
+
+
+@pytest.mark.parametrize("family", OTHERS)
+def test_tensors_and_numbers_of_further_families(tmp_path, family):
+    """Their greedy text was compared with that of llama.cpp by hand (docs/checkpoints.md)."""
+    job, state, files = write_folder(tmp_path / "hf", family)
+    GGUFExport(files, job.tokenizer()).write(tmp_path / "hf", tmp_path / "gguf", "a model")
+    tensors, fields = read_file(tmp_path / "gguf" / "model.gguf")
+    for name, value in expected_tensors(family, state).items():
+        numpy.testing.assert_array_equal(tensors[name].data, value.numpy(), err_msg=name)
+    architecture = OTHERS[family][1]
+    assert fields["general.architecture"] == architecture
+    for name, number in NUMBERS.get(family, {}).items():
+        assert fields[f"{architecture}.{name}"] == pytest.approx(number), name
 
 
 def test_scaled_rotary_angles_are_factors_of_the_frequencies(tmp_path):
@@ -281,7 +350,7 @@ def test_models_that_llama_cpp_computes_differently_are_refused_before_anything_
             GGUFExport(files | {"config.json": json.dumps(config).encode()}, job.tokenizer())
         return str(error.value)
 
-    known = "allowed: causal models of llama, mistral, qwen2, qwen3, qwen3_moe"
+    known = "allowed: causal models of llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, gemma2"
     assert f"given OPTForCausalLM (opt); {known}" in refused(model_type="opt", architectures=["OPTForCausalLM"])
     assert "norm_topk_prob = False; allowed: True" in refused(norm_topk_prob=False)
     for model_type in ("qwen2", "qwen3", "qwen3_moe"):
@@ -290,8 +359,19 @@ def test_models_that_llama_cpp_computes_differently_are_refused_before_anything_
     assert "mlp_bias = True; allowed: False" in refused(
         model_type="llama", architectures=["LlamaForCausalLM"], mlp_bias=True
     )
+    for family, changes, message in (
+        ("gemma2", {"query_pre_attn_scalar": 64}, "query_pre_attn_scalar = 64; allowed: 32"),
+        ("gemma2", {"final_logit_softcapping": None}, "final_logit_softcapping = null; allowed: a number"),
+        ("gemma3", {"rope_local_base_freq": 5e3}, "rope_local_base_freq = 5000.0; allowed: 10000.0"),
+        ("olmo3", {"layer_types": ["full_attention"] * 2}, "allowed: ['sliding_attention', 'sliding_attention']"),
+        ("smollm3", {"no_rope_layers": [0, 1]}, "no_rope_layers = [0, 1]; allowed: [1, 1]"),
+        ("glm4_moe", {"n_group": 2}, "n_group = 2; allowed: 1"),
+        ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob = True; allowed: False"),
+    ):
+        _, _, of_family = write_folder(tmp_path / family, family)
+        assert message in refused(**json.loads(of_family["config.json"]) | changes)
     linear = {"rope_type": "linear", "factor": 2.0}
-    assert "rope_scaling of the kind linear; allowed: none, or llama3" in refused(rope_scaling=linear)
+    assert "rope_scaling of the kind linear; allowed: none, in qwen3_moe" in refused(rope_scaling=linear)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert "install it with: pip install 'torchtitan-toml[gguf]'" in refused()
 

@@ -3,8 +3,8 @@
 The package `gguf` names tensors and metadata and writes the file. One tensor of the file is in memory at a time.
 Matrices have the type of the folder, vectors and routers float32, as llama.cpp expects them.
 
-Llama and Mistral rotate adjacent features in llama.cpp, and features half a head apart in transformers: the rows of
-their queries and keys are put in the order of the former. The other families rotate as in transformers.
+Some families rotate adjacent features in llama.cpp, and features half a head apart in transformers: the rows of their
+queries and keys are put in the order of the former. architectures.py says which, and how else the two differ.
 """
 
 import importlib.util
@@ -23,8 +23,10 @@ import torch
 from torchtitan.core.errors import JobError
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.datasets.tokenizer import Tokenizer
-from torchtitan.models.hf.config import CONFIG, rope_config, scaling_from_hf, tensor_files
+from torchtitan.models.hf.config import CONFIG, rope_config, scaling_from_hf, split_partial_rotary, tensor_files
+from torchtitan.models.hf.layer_kinds import FULL
 from torchtitan.models.layers import frequencies
+from torchtitan.plugins.gguf.architectures import ARCHITECTURES, head_dim_of
 from torchtitan.plugins.gguf.modelfile import modelfile
 from torchtitan.plugins.gguf.vocabulary import vocabulary_fields
 
@@ -36,36 +38,13 @@ _ROTATED = re.compile(r".*\.self_attn\.([qk])_proj\.(?:weight|bias)")
 
 
 @dataclass(frozen=True)
-class Architecture:
-    """llama.cpp's computation of a model type of transformers.
-
-    `adjacent_pairs`: it rotates features 2i and 2i + 1. `only`: keys of config.json and the one value that it has.
-    """
-
-    name: str
-    adjacent_pairs: bool = False
-    only: Mapping[str, Any] | None = None
-
-
-ARCHITECTURES = {
-    "llama": Architecture("llama", adjacent_pairs=True, only={"attention_bias": False, "mlp_bias": False}),
-    "mistral": Architecture("llama", adjacent_pairs=True),
-    "qwen2": Architecture("qwen2", only={"use_sliding_window": False}),
-    "qwen3": Architecture("qwen3", only={"use_sliding_window": False}),
-    "qwen3_moe": Architecture(
-        "qwen3moe", only={"norm_topk_prob": True, "mlp_only_layers": [], "use_sliding_window": False}
-    ),
-}
-"""By model_type of config.json."""
-
-
-@dataclass(frozen=True)
 class Entry:
     """A tensor of the file: its name, and the tensors of the folder that it is stacked from."""
 
     name: str
     sources: list[str]
     rotated_heads: int = 0  # of queries or keys whose rows are reordered
+    added: float = 0.0  # to each number
 
 
 class GGUFExport:
@@ -87,53 +66,64 @@ class GGUFExport:
                 "convert_hf_to_gguf.py on it"
             )
         self.architecture = architecture
-        for key, value in (architecture.only or {}).items():
+        for key, value in {**architecture.only, **architecture.only_by(config)}.items():
             if config.get(key, value) != value:
                 raise JobError(
                     f"--format gguf: {key} = {config[key]!r}; allowed: {value!r}, as llama.cpp computes {model_type}; "
                     "export a Hugging Face folder (without --format)"
                 )
-        self.head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        self.scaling = scaling_from_hf(config)
-        if self.scaling is not None and not (self.scaling.kind == "llama3" and architecture.name == "llama"):
+        for key in architecture.fields.values():
+            if config[key] is None:
+                raise JobError(f"--format gguf: {key} = null; allowed: a number, as llama.cpp computes {model_type}")
+        self.head_dim = head_dim_of(config)
+        rotary, self.rotary_factor = split_partial_rotary(config, 1.0)
+        tables = config.get("rope_parameters") or {}
+        if FULL in tables:  # OLMo 3 has one for each kind of layers
+            rotary["rope_parameters"] = tables[FULL]
+        self.rope_theta, self.scaling = float(rope_config(rotary)["rope_theta"]), scaling_from_hf(rotary)
+        if self.scaling is not None and self.scaling.kind not in architecture.scalings:
+            allowed = " or ".join(("none", *architecture.scalings))
             raise JobError(
-                f"--format gguf: rope_scaling of the kind {self.scaling.kind}; allowed: none, or llama3 in the Llama "
-                "family; export a Hugging Face folder (without --format)"
+                f"--format gguf: rope_scaling of the kind {self.scaling.kind}; allowed: {allowed}, in {model_type}; "
+                "export a Hugging Face folder (without --format)"
             )
         self.fields = self._model_fields() | vocabulary_fields(files, config, bool(tokenizer.begin_ids))
         self.modelfile = modelfile(MODEL_FILE, files, tokenizer, self.context)
 
     @property
     def context(self) -> int:
-        """Return the longest context, in tokens. llama.cpp has no sliding window in these families."""
-        longest = self.config["max_position_embeddings"]
-        return min(longest, self.config.get("sliding_window") or longest) if self.uses_window else longest
-
-    @property
-    def uses_window(self) -> bool:
-        return self.config["model_type"] == "mistral"
+        """Return the longest context, in tokens: the window, where llama.cpp has none in a family."""
+        longest: int = self.config["max_position_embeddings"]
+        bounded = self.architecture.window == "context"
+        return min(longest, self.config.get("sliding_window") or longest) if bounded else longest
 
     def _model_fields(self) -> dict[str, Any]:
         """Return the metadata of the model: names of the writer's `add_` functions, and their arguments."""
+        import gguf
+
         config = self.config
         fields = {
             "context_length": self.context,
             "embedding_length": config["hidden_size"],
             "block_count": config["num_hidden_layers"],
-            "feed_forward_length": config["intermediate_size"],
             "head_count": config["num_attention_heads"],
             "head_count_kv": config["num_key_value_heads"],
             "key_length": self.head_dim,
             "value_length": self.head_dim,
-            "rope_dimension_count": self.head_dim,
-            "rope_freq_base": float(rope_config(config)["rope_theta"]),
+            "rope_dimension_count": int(self.head_dim * self.rotary_factor),
+            "rope_freq_base": self.rope_theta,
             "layer_norm_rms_eps": config["rms_norm_eps"],
             "vocab_size": config["vocab_size"],
         }
-        if "num_experts" in config:
-            fields["expert_count"] = config["num_experts"]
-            fields["expert_used_count"] = config["num_experts_per_tok"]
-            fields["expert_feed_forward_length"] = config["moe_intermediate_size"]
+        fields |= {name: config[key] for name, key in self.architecture.fields.items()}
+        if "intermediate_size" in config:
+            fields["feed_forward_length"] = config["intermediate_size"]
+        if self.architecture.window == "field":
+            fields["sliding_window"] = config["sliding_window"]
+        if self.scaling is not None and self.scaling.kind == "linear":
+            fields |= {"rope_scaling_type": gguf.RopeScalingType.LINEAR, "rope_scaling_factor": self.scaling.factor}
+        if "expert_weights_scale" in fields:  # of a router as DeepSeek V3's
+            fields["expert_gating_func"] = gguf.ExpertGatingFuncType.SIGMOID
         return fields
 
     def entries(self, names: Mapping[str, str]) -> list[Entry]:
@@ -148,12 +138,14 @@ class GGUFExport:
             sources.setdefault(f"{match[1]}.{match[3]}" if match else name, []).append(name)
         entries = []
         for name, stacked in sources.items():
-            target = name_map.get_name(name, try_suffixes=(".weight", ".bias"))
+            dotted = name.replace("correction_bias", "correction.bias")
+            target = name_map.get_name(dotted, try_suffixes=(".weight", ".bias"))
             if target is None:
                 raise JobError(f"--format gguf: the tensor {name} has no name in llama.cpp's {self.architecture.name}")
             match = _ROTATED.fullmatch(name) if self.architecture.adjacent_pairs else None
             heads = {"q": "num_attention_heads", "k": "num_key_value_heads"}
-            entries.append(Entry(target, stacked, self.config[heads[match[1]]] if match else 0))
+            added = 1.0 if self.architecture.centered_norms and name.endswith("norm.weight") else 0.0
+            entries.append(Entry(target, stacked, self.config[heads[match[1]]] if match else 0, added))
         return entries
 
     def write(self, folder: Path, target: Path, name: str) -> None:
@@ -171,7 +163,7 @@ class GGUFExport:
             files = {file: stack.enter_context(safe_open(folder / file, "pt")) for file in sorted({*names.values()})}
             stack.callback(writer.close)
             tensors: list[Callable[[], torch.Tensor]] = []
-            if self.scaling is not None:
+            if self.scaling is not None and self.scaling.kind == "llama3":
                 factors = self._rope_factors()
                 _add(writer, "rope_freqs.weight", list(factors.shape), "F32")
                 tensors.append(lambda: factors)
@@ -179,7 +171,7 @@ class GGUFExport:
             for entry in self.entries(names):
                 stored = [files[names[source]].get_slice(source) for source in entry.sources]
                 shape = [*[len(stored)] * bool(_EXPERT.fullmatch(entry.sources[0])), *stored[0].get_shape()]
-                kind = stored[0].get_dtype() if len(shape) > 1 and "_inp." not in entry.name else "F32"
+                kind = stored[0].get_dtype() if len(shape) > 1 and "_inp" not in entry.name else "F32"
                 file_type = kind if kind != "F32" else file_type
                 _add(writer, entry.name, shape, kind)
                 tensors.append(partial(_read, entry, stored, kind))
@@ -225,7 +217,7 @@ def _add(writer: Any, name: str, shape: list[int], kind: str) -> None:
 
 def _read(entry: Entry, stored: list[Any], kind: str) -> torch.Tensor:
     dtype = next(dtype for dtype, name in TYPES.items() if name == kind)
-    parts = [value[:].to(dtype) for value in stored]
+    parts = [value[:].to(dtype) + entry.added if entry.added else value[:].to(dtype) for value in stored]
     if entry.rotated_heads:
         parts = [with_adjacent_pairs(part, entry.rotated_heads) for part in parts]
     return torch.stack(parts) if _EXPERT.fullmatch(entry.sources[0]) else parts[0]
