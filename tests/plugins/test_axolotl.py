@@ -22,9 +22,12 @@ from torchtitan.core.cadence import cadence_of
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
 from torchtitan.datasets.record_format import record_reader
+from torchtitan.datasets.template_process import render
+from torchtitan.datasets.template_worker import BEGIN, END
 from torchtitan.plugins.importers import axolotl, deepspeed, launchers, parse, split
 from torchtitan.plugins.importers.axolotl_options import ENTRY_KEYS
 from torchtitan.plugins.importers.axolotl_options import OPTIONS as TABLE
+from torchtitan.plugins.importers.axolotl_templates import OWN
 
 ESSENTIAL = """
     adam_beta1 adam_beta2 adam_epsilon adapter auto_resume_from_checkpoints axolotl_config_path base_model
@@ -937,10 +940,32 @@ def test_a_template_of_the_models_family_is_the_tokenizers():
         ("Qwen2.5-7B", "qwen3"),
     ):
         assert import_config(FULL | {"base_model": model, "chat_template": name}).faults
-    for name in ("qwen_25", "gemma3.x", "metharme"):
+    for name in ("gemma3.x", "metharme", "phi_4"):
         (fault,) = import_config(gemma | {"chat_template": name}).faults
         assert fault.key == "chat_template"
     assert changes_by({"chat_template": "llama3"}, FULL) == ({"data.chat_template": "llama3"}, "")
+
+
+CONVERSATION = [("system", " Be kind."), ("user", "Why? "), ("assistant", "So.\n"), ("user", "Oh")]
+IM = "<|im_start|>"
+WRITTEN = {  # what Axolotl's templates of these names write, with <s> and </s>
+    "qwen_25": f"{IM}system\n Be kind.<|im_end|>\n{IM}user\nWhy? <|im_end|>\n{IM}assistant\nSo.\n<|im_end|>\n"
+    f"{IM}user\nOh<|im_end|>\n{IM}assistant\n",
+    "phi_35": "<|system|>\n Be kind.<|end|>\n<|user|>\nWhy? <|end|>\n<|assistant|>\nSo.\n<|end|>\n<|user|>\nOh<|end|>\n"
+    "<|assistant|>\n",
+    "gemma3": "<s><start_of_turn>user\n Be kind.\n\nWhy?<end_of_turn>\n<start_of_turn>model\nSo.<end_of_turn>\n"
+    "<start_of_turn>user\nOh<end_of_turn>\n<start_of_turn>model\n",
+}
+WRITTEN |= {"falcon_h1": "<s>" + WRITTEN["qwen_25"], "gemma3n": WRITTEN["gemma3"]}
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_template_named_after_another_model_is_written_as_axolotl_does(name):
+    values, _ = changes_by({"chat_template": name}, FULL)
+    messages = [{"role": role, "content": text} for role, text in CONVERSATION]
+    variables = {"bos_token": "<s>", "eos_token": "</s>", "tools": None}
+    (text,) = render(values["data.chat_template"], messages, variables, [(len(messages), True)])
+    assert text.replace(BEGIN, "").replace(END, "") == WRITTEN[name]
 
 
 def test_several_datasets_are_joined_as_axolotl_concatenates_them():

@@ -185,6 +185,33 @@ def test_a_system_message_is_only_read_where_axolotl_reads_it(kind, record, prom
     assert [span.content for span in spans] == [prompt, answer]
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"format": "{instruction} {input!r}"}, 'format: given "{instruction} {input!r}"'),
+        ({"format": "{instruction:>9}"}, "with the places {instruction} and {input}"),
+        ({"format": "{instruction} {system}"}, "with the places {instruction} and {input}"),
+        ({"no_input_format": "{instruction} {input}"}, "with the places {instruction}"),
+        ({"system_format": "{system.name}"}, "with the places {system}"),
+        ({"format": "{instruction} }"}, "with the places"),
+        ({"format": "{}"}, "with the places"),
+        ({"no_input_format": ""}, 'no_input_format: given ""; allowed: text'),
+        ({"field_output": ""}, 'field_output: given ""; allowed: text'),
+    ],
+)
+def test_parts_of_a_custom_prompt_that_are_not_read_are_refused(changes, message):
+    faults = [str(fault) for fault in job_of({"format": "{instruction} {input} "} | changes).faults]
+    assert any(message in fault for fault in faults), faults
+
+
+@pytest.mark.parametrize("name, prompt", [("field_input", "Hi|Add."), ("field_system", "Add. 2"), ("", "Hi|Add. 2")])
+def test_an_empty_name_leaves_a_field_out(name, prompt):
+    record = {"instruction": "Add.", "input": "2", "system": "Hi", "output": "5"}
+    parts = {"format": "{instruction} {input}", "no_input_format": "{instruction}", "system_format": "{system}|"}
+    source = source_of(parts | ({name: ""} if name else {}))
+    assert reader_of(source).document(record, "long", "short").content[0].content == prompt
+
+
 def test_a_custom_prompt_without_a_system_format_writes_none():
     text = "Q: {instruction}"
     source = source_of({"format": text, "no_input_format": text, "system_format": "", "system_prompt": "Hi "})

@@ -5,6 +5,7 @@ import re
 import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from string import Formatter
 from typing import Any
 
 from torchtitan.config.options import hint
@@ -23,6 +24,14 @@ from torchtitan.plugins.importers.axolotl_prompts import (
     reason_of,
     source_of,
 )
+from torchtitan.plugins.importers.axolotl_templates import (
+    JINJA,
+    OWN,
+    TEMPLATES,
+    TOKENIZER_TEMPLATE,
+    is_of_model,
+    own_template,
+)
 from torchtitan.plugins.importers.translation import HUB_SPLITS, JobDraft, Options
 
 FORMATS = {"alpaca": ("instruct", ""), "sharegpt": ("sharegpt", "conversations"), "completion": ("completion", "text")}
@@ -35,27 +44,6 @@ ROLES = ".load_role"
 PREFERENCES = ("dpo", "ipo", "orpo")
 LOADERS = ("json", "csv", "parquet", "arrow", "text")
 """Values of `path` that name a loader when data_files is set."""
-TEMPLATES = {"chatml": "chatml", "llama2": "llama2", "llama-2": "llama2", "llama3": "llama3", "llama-3": "llama3"}
-TEMPLATES |= {"alpaca": "alpaca"}
-TOKENIZER_TEMPLATE, JINJA = ("tokenizer", "tokenizer_default"), "jinja"
-MODELS_OF_TEMPLATES = {
-    "deepseek_v2": "deepseek-v2",
-    "deepseek_v3": "deepseek-v3",
-    "falcon_h1": "falcon-h1",
-    "gemma": "gemma-2b gemma-7b gemma-2-",
-    "gemma3": "gemma-3-",
-    "gemma3n": "gemma-3n",
-    "gemma4": "gemma-4",
-    "llama3_2_vision": "llama-3.2",
-    "llama4": "llama-4",
-    "phi_3": "phi-3-",
-    "phi_35": "phi-3.5",
-    "phi_4": "phi-4",
-    "qwen_25": "qwen2.5",
-    "qwen3": "qwen3-",
-    "qwen3_5": "qwen3.5",
-}
-"""Axolotl's templates -> how the names of the models begin, separated by blanks, whose tokenizers have such a one."""
 FIELDS = {f"field_{name}": name for name in ("instruction", "input", "output", "system")}
 MESSAGE_FIELDS = {"message_field_role": "role", "message_field_content": "content"}
 PROPERTIES = "message_property_mappings"
@@ -91,8 +79,13 @@ FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt"
 PROMPT = {"format": "{instruction} {input} ", "no_input_format": "{instruction} ", "system_format": "{system}"}
 PROMPT |= {"system_prompt": ""}
 """Parts of a custom prompt, with Axolotl's defaults."""
+PLACES = {"format": ("instruction", "input"), "no_input_format": ("instruction",), "system_format": ("system",)}
+"""Parts of a custom prompt, and what Axolotl fills into them."""
 NO_SYSTEM = ("system_format", "")
 """The part of a custom prompt with which no system message is written."""
+EMPTY = (NO_SYSTEM, ("field_system", ""), ("field_input", ""))
+"""Keys of a custom prompt that mean something when they are empty."""
+NEVER_EMPTY = ("format", "no_input_format", "field_instruction", "field_output")
 SYSTEM_PROMPT = "system_prompt also stands in for an empty system message; Axolotl's only for a field that is not there"
 DPO_OPTIONS = {"rl_beta": "dpo.beta", "dpo_beta": "dpo.beta", "dpo_label_smoothing": "dpo.label_smoothing"}
 DPO_OPTIONS |= {"orpo_alpha": "dpo.beta"}
@@ -247,6 +240,10 @@ class DataTranslation:
                 self.refuse(f"{label}.{key}", value, "text")
             elif key in PROMPT and ("{{" in value or "}}" in value):
                 self.refuse(f"{label}.{key}", value, "text without {{ and }}", "write the text of the prompt's braces")
+            elif key in PLACES and not _has_only(PLACES[key], value):
+                places = " and ".join(f"{{{name}}}" for name in PLACES[key])
+                remedy = "Axolotl has nothing else to fill in there; other forms of a place are not read"
+                self.refuse(f"{label}.{key}", value, f"text with the places {places}", remedy)
         if isinstance(entry.get("conversation"), str):
             self._templates.append(entry["conversation"])
 
@@ -427,27 +424,24 @@ class DataTranslation:
         if len(templates) > 1:
             self.refuse("chat_template", sorted(templates), "one for all datasets", "choose one")
             return
+        model, family = self.options["base_model"] or "", self.values.get("model.name")
+        model_types = CONFIG_CONVERTERS[family].model_types if family else ()
         for template in templates:
             jinja = template.removeprefix("path:")
             if template.startswith("tokenizer_default_fallback_"):
                 self.note("chat_template: the tokenizer's; if it has none, write data.chat_template")
-            elif self._is_of_model(template):
+            elif is_of_model(template, model, model_types):
                 text = "the tokenizer's is used, which Axolotl's may differ from: see `torchtitan preview`"
                 self.note(f"chat_template {template}: {text}")
             elif template in TEMPLATES.values() or jinja.endswith(".jinja") or "{%" in jinja or "{{" in jinja:
                 self.values["data.chat_template"] = jinja
+            elif (jinja_text := own_template(template)) is not None:
+                self.values["data.chat_template"] = jinja_text
             else:
-                names = ", ".join(dict.fromkeys(TEMPLATES.values()))
-                allowed = f"tokenizer_default, {names}, or a .jinja file"
-                self.refuse("chat_template", template, allowed, hint(template, TEMPLATES))
-
-    def _is_of_model(self, template: str) -> bool:
-        """Return True if a template is named after the model to train: its type, or the last part of its name."""
-        model = (self.options["base_model"] or "").rstrip("/").rpartition("/")[2].lower()
-        family = self.values.get("model.name")
-        model_types = CONFIG_CONVERTERS[family].model_types if family else ()
-        is_of_family = template.replace("_", "") in [name.replace("_", "") for name in model_types]
-        return is_of_family or any(map(model.startswith, MODELS_OF_TEMPLATES.get(template, "").split()))
+                names = ", ".join(dict.fromkeys((*TEMPLATES.values(), *OWN)))
+                allowed = f"tokenizer_default, {names}, the name of the model's own, or a .jinja file"
+                remedy = hint(template, (*TEMPLATES, *OWN)) or "write the template into a file for chat_template_jinja"
+                self.refuse("chat_template", template, allowed, remedy)
 
 
 def entry_of(raw_entry: Any, label: str, draft: JobDraft) -> Mapping[str, Any] | None:
@@ -462,12 +456,15 @@ def entry_of(raw_entry: Any, label: str, draft: JobDraft) -> Mapping[str, Any] |
         draft.refuse(label, raw_entry, "tables that have a path")
         return None
     nested = raw_entry.get("type")
+    if isinstance(nested, dict) and (empty := [key for key in NEVER_EMPTY if nested.get(key) == ""]):
+        draft.refuse(f"{label}.type.{empty[0]}", "", "text, or nothing for Axolotl's default", "leave the key out")
+        return None
     tables = (PROMPT, {**raw_entry, "type": None}, nested) if isinstance(nested, dict) else (raw_entry,)
     entry = {
         key: value
         for table in tables
         for key, value in table.items()
-        if value is not None and (value not in UNSET or (table is nested and (key, value) == NO_SYSTEM))
+        if value is not None and (value not in UNSET or (table is nested and (key, value) in EMPTY))
     }
     properties = entry.pop(PROPERTIES, {})
     is_table = isinstance(properties, dict) and all(isinstance(field, str) for field in properties.values())
@@ -560,6 +557,17 @@ class AddedTokens:
 def _content(token: Any) -> Any:
     """Return the text of a special token in a tokenizer_config.json."""
     return token.get("content") if isinstance(token, dict) else token
+
+
+def _has_only(names: Collection[str], text: str) -> bool:
+    """Return True if the places of a text, as for str.format, are plain ones of these names."""
+    try:
+        return all(
+            name is None or (name in names and not form and conversion is None)
+            for _, name, form, conversion in Formatter().parse(text)
+        )
+    except ValueError:  # a brace alone
+        return False
 
 
 def _are_roles(table: Any) -> bool:

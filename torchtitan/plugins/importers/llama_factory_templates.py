@@ -107,14 +107,16 @@ _TEMPLATE = """\
 """
 
 
-def chat_template(turns: Turns, thinks: bool | None = True, thinks_at_the_end: bool = False) -> str:
+def chat_template(
+    turns: Turns, thinks: bool | None = True, thinks_at_the_end: bool = False, trims: bool = False
+) -> str:
     """Return a chat template. A question ends with the header of its answer.
 
     `thinks`: LLaMA-Factory's enable_thinking. The empty thought of an answer without thoughts is learned if it is true,
     and only read otherwise; if it is false, answers with thoughts are refused. `thinks_at_the_end`: only the last
-    answer gets one.
+    answer gets one. `trims`: blanks around questions and answers are left out.
     """
-    content = "m.content"
+    content = "(m.content | trim)" if trims else "m.content"
     system = _expression(turns.system, "system")
     question = f"(({system}) if system and loop.index0 == first else '') + {content}" if turns.joins_system else content
     before, answer = "''", content
