@@ -1,5 +1,6 @@
 """The test harness: results in order of ranks, failures named by rank, new ranks after a failure."""
 
+import ast
 import os
 import resource
 import signal
@@ -83,6 +84,39 @@ def test_run_script_behaves_like_a_new_python_process(tmp_path):
     )
     expected = f"['a', '--b'] {tmp_path} __main__\nits child\n"
     assert run_script(tmp_path, script, "a", "--b") == (1, expected, "no more\n")
+
+
+STARTER = """
+import subprocess, sys
+
+def run(*command, **options):
+    done = subprocess.run(command, text=True, capture_output=True, **options)
+    print([done.returncode, done.stdout, done.stderr])
+
+show = "import os, sys; sys.stdout.reconfigure(errors='replace')"
+show += "; print(os.getppid(), sys.argv, os.getcwd(), os.environ.get('A'), input()); sys.exit(3)"
+run(sys.executable, "-c", show, "b", input="typed", cwd="/", env={"A": "1"})
+run(sys.executable, "child.py", "c")
+run(sys.executable, "-m", "child")
+run("sh", "-c", "echo $PPID; kill -9 $$")
+raise SystemExit(int("torch" not in sys.modules))
+"""
+
+
+def test_programs_that_a_script_starts_are_forks_of_it(tmp_path):
+    """They have its imports and the arguments, streams, folder and exit codes of new processes."""
+    (tmp_path / "starter.py").write_text("import os\nprint(os.getpid())\n" + STARTER)
+    child = "import sys\nprint(sys.argv, 'torch' in sys.modules, file=sys.stderr)\n"
+    (tmp_path / "child.py").write_text(child + "assert __name__ == '__main__'\nraise SystemExit('ended')\n")
+    code, out, err = run_script(tmp_path, tmp_path / "starter.py")
+    pid, *answers = out.splitlines()
+    assert (code, err) == (0, "")
+    assert [ast.literal_eval(answer) for answer in answers] == [
+        [3, f"{pid} ['-c', 'b'] / 1 typed\n", ""],
+        [1, "", "['child.py', 'c'] True\nended\n"],
+        [1, "", f"['{tmp_path}/child.py'] True\nended\n"],
+        [-9, f"{pid}\n", ""],
+    ]
 
 
 FIRST = """

@@ -14,7 +14,9 @@ import sys
 import threading
 from collections.abc import Sequence
 from concurrent import futures
+from concurrent.futures.thread import _threads_queues
 from multiprocessing import connection, get_context, set_start_method
+from multiprocessing.process import _children  # type: ignore[attr-defined]
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -83,8 +85,7 @@ def _run_program(
     for number, stream in enumerate(streams, 1):
         os.dup2(stream.fileno(), number)
         stream.close()
-    sys.stdout = sys.__stdout__ = open(1, "w", closefd=False)  # type: ignore[misc]  # noqa: SIM115
-    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    _open_streams()
     os.chdir(folder)
     os.environ.clear()
     os.environ.update(environment)
@@ -94,53 +95,102 @@ def _run_program(
     _run_text(text, arguments)
 
 
+def _open_streams(buffering: int = -1) -> None:
+    """Open output and errors, which may be of another kind than the files of the process that this is a fork of."""
+    sys.stdout = sys.__stdout__ = open(1, "w", buffering, closefd=False)  # type: ignore[misc]  # noqa: SIM115
+    sys.stderr = sys.__stderr__ = open(2, "w", 1, errors="backslashreplace", closefd=False)  # type: ignore[misc]  # noqa: SIM115
+
+
 def _run_text(text: str, arguments: Sequence[str]) -> None:
     sys.argv = ["-c", *arguments]
     module = sys.modules["__main__"] = ModuleType("__main__")
     exec(compile(text, "<string>", "exec"), module.__dict__)
 
 
-class Forked:
-    """The part of `subprocess.Popen` that the launcher uses. Files not listed in `pass_fds` stay open in the fork."""
+class Forked(subprocess.Popen[Any]):
+    """A `subprocess.Popen` whose Python programs are forks of this process. Other programs start as usual.
 
-    def __init__(self, command: list[str], env: dict[str, str], pass_fds: Any, start_new_session: bool) -> None:
-        assert (command[1] == "-c" or command[:3] == python_command("")[:3]) and start_new_session
-        self._process = get_context("fork").Process(target=_run_rank, args=(command[1:], env))
-        self._process.start()
-        self.pid = self._process.pid
+    Files not listed in `pass_fds` stay open in the fork.
+    """
 
-    def poll(self) -> int | None:
-        return self._process.exitcode
+    def _execute_child(self, args: Any, *options: Any) -> None:
+        arguments = None if options[0] else _arguments_of_python(args)
+        if arguments is None:
+            super()._execute_child(args, *options)  # type: ignore[misc]
+            return
+        folder, environment, streams, new_session = options[4], options[5], options[9:15], options[20]
+        variables = dict(os.environ if environment is None else environment)
+        process = get_context("fork").Process(
+            target=_run_python, args=(arguments, variables, folder, streams, new_session)
+        )
+        process.start()
+        _children.discard(process)  # multiprocessing would wait for it in place of Popen
+        self.pid, self._child_created = process.pid, True
+        self._close_pipe_fds(*streams)  # type: ignore[attr-defined]
 
-    def wait(self) -> None:
-        self._process.join()
 
-    def send_signal(self, number: int) -> None:
-        if self.poll() is None:
-            os.kill(self.pid, number)
+def _arguments_of_python(command: Any) -> list[str] | None:
+    """Return the arguments of a command that runs this Python; None if it is another, or not to be run in a fork."""
+    program, *arguments = [command] if isinstance(command, str | bytes | os.PathLike) else map(os.fspath, command)
+    if arguments[:2] == python_command("")[1:3]:
+        arguments[:2] = ["-m"]
+    can_fork = arguments and (arguments[0] in ("-c", "-m", "-u") or arguments[0].endswith(".py"))
+    return arguments if program == sys.executable and can_fork and not _is_tied(arguments) else None
 
 
-def _run_rank(arguments: list[str], env: dict[str, str]) -> None:
-    """Run a rank's module as `python -m` would, or its text as `python -c`, in this fork."""
-    os.setsid()
+def _is_tied(arguments: list[str]) -> bool:
+    return arguments[0] == python_command("")[1]
+
+
+def _run_python(
+    arguments: list[str], variables: dict[str, str], folder: Any, streams: Sequence[int], new_session: bool
+) -> None:
+    """Run `python arguments` in this fork. `streams`: ends of pipes, or files, as of `Popen._execute_child`."""
+    if new_session:
+        os.setsid()
     signal.set_wakeup_fd(-1)
     for number in (*stop_signals(), signal.SIGCHLD):
         signal.signal(number, signal.default_int_handler if number == signal.SIGINT else signal.SIG_DFL)
+    stdin, stdin_of_parent, stdout_of_parent, stdout, stderr_of_parent, stderr = streams
+    for descriptor in {stdin_of_parent, stdout_of_parent, stderr_of_parent} - {-1}:
+        os.close(descriptor)
+    for number, descriptor in enumerate((stdin, stdout, stderr)):
+        if descriptor != -1:
+            os.dup2(descriptor, number)
+    if folder is not None:
+        os.chdir(folder)
     os.environ.clear()
-    os.environ.update(env)
-    sys.stdout, sys.stderr = sys.__stdout__, sys.__stderr__
+    os.environ.update(variables)
+    is_unbuffered = arguments[0] == "-u"
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115
+    _open_streams(1 if is_unbuffered else -1)
     atexit._clear()  # functions of the process that this is a fork of
+    _threads_queues.clear()  # its executors, for whose threads this one would wait
     try:
-        if arguments[0] == "-c":
-            return _run_text(arguments[1], arguments[2:])
-        sys.argv = arguments[2:]
-        sys.modules.pop(sys.argv[0], None)  # a command of this process may have imported it, and runpy warns of it
-        runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+        _run_arguments(arguments[is_unbuffered:])
     finally:  # multiprocessing leaves out the functions at exit
         threading._shutdown()  # type: ignore[attr-defined]
         atexit._run_exitfuncs()
 
 
+def _run_arguments(arguments: list[str]) -> None:
+    """Run a module as `python -m` would, a text as `python -c`, or a script."""
+    if arguments[0] == "-c":
+        return _run_text(arguments[1], arguments[2:])
+    if arguments[0] != "-m":
+        sys.argv, sys.path[:0] = arguments, [os.path.dirname(arguments[0])]
+        runpy.run_path(arguments[0], run_name="__main__")
+        return
+    sys.argv = arguments[1:]
+    sys.modules.pop(sys.argv[0], None)  # a command of this process may have imported it, and runpy warns of it
+    runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
+
+
 def fork_ranks() -> None:
     """Let this process fork the ranks that it launches from now on."""
     processes.subprocess = forks.subprocess = SimpleNamespace(Popen=Forked)  # type: ignore[assignment]
+
+
+def fork_programs() -> None:
+    """Let this process, and its children, fork all Python programs that they start from now on."""
+    subprocess.Popen = Forked  # type: ignore[misc]

@@ -110,7 +110,8 @@ def run_alone(function: Callable[..., Any], *args: Any, limit: float = DEFAULT_L
 def run_script(folder: Path, path: Path, *arguments: str, limit: float = DEFAULT_LIMIT) -> tuple[int | None, str, str]:
     """Run `python path arguments` in `folder`; return exit code, output and errors.
 
-    The process is forked with torch imported, which saves most of a script's time. The code is None after a timeout.
+    The process is forked with torch imported, which saves most of a script's time, and so are the Python programs that
+    it starts. The code is None after a timeout.
     """
     with tempfile.TemporaryDirectory() as streams:
         files = [os.path.join(streams, name) for name in ("out", "err")]
@@ -129,11 +130,14 @@ def start_script(files: list[str], folder: Path, path: Path, *arguments: str) ->
 
 
 def _be_script(files: list[str], folder: str, path: str, *arguments: str) -> None:
+    from tests.support import forked_job  # which needs this module
+
     gc.freeze()
     for number, file in enumerate(files, 1):
         os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_APPEND), number)
     os.chdir(folder)
     set_start_method(None, force=True)  # the platform's default, as for a user, and not the inherited one
+    forked_job.fork_programs()
     sys.argv, sys.path[:0] = [path, *arguments], [os.path.dirname(path)]
     runpy.run_path(path, run_name="__main__")
 
