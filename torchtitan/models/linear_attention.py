@@ -221,7 +221,8 @@ class Decay(nn.Module):
     def forward(self, a: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Return log decays and steps: [B, S, H] -> [B, S, H] each."""
         a = a.to(torch.promote_types(a.dtype, torch.float32))
-        step = F.softplus(a + self.step_bias.to(a.dtype))
+        # softplus, of which the compiler would mistake the strides of the gradient (torch 2.13, aot_eager)
+        step = torch.logaddexp(a + self.step_bias.to(a.dtype), a.new_zeros(()))
         return -self.log_rate.to(a.dtype).exp() * step, step
 
 

@@ -6,7 +6,7 @@ pieces r and 2 ranks - 1 - r: an early and a late piece, together the same amoun
 interface of attention kernels that attend from a rank's queries.
 """
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol
 
@@ -167,8 +167,8 @@ def depends_on_head_index(kernel: Any) -> bool:
     return hasattr(kernel, "head_shard")
 
 
-def all_parts(kernels: Iterable[Any]) -> list[Any]:
-    """Return the kernels, with its `parts` in place of one that runs several side by side."""
+def all_parts(kernels: Any) -> list[Any]:
+    """Return the kernels of a model, with its `parts` in place of one that runs several side by side."""
     return [part for kernel in kernels for part in getattr(kernel, "parts", (kernel,))]
 
 

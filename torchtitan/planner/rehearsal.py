@@ -406,8 +406,9 @@ def imitate(device: str, parts: list[nn.Module]) -> None:
 
 def _flash(kernel: nn.Module) -> nn.Module:
     """Return the kernel of a GPU in place of plain attention."""
-    is_plain = type(kernel) is AttentionKernel
-    return Flash(kernel.backend, kernel.causal, kernel.window) if is_plain else kernel
+    if type(kernel) is AttentionKernel:
+        return Flash(kernel.backend, kernel.causal, kernel.window)
+    return kernel
 
 
 def rows_of_experts(layout: JobLayout, model: JobModel) -> int:
