@@ -148,7 +148,8 @@ def test_registered_tasks_by_name_equal_lm_eval_for_transformers(home, monkeypat
     options = dict(tasks=["hellaswag", "arc_easy"], task_manager=manager, bootstrap_iters=0, log_samples=False)
     hf = "pretrained=model,dtype=float32,max_length=256,logits_cache=False"
     expected = simple_evaluate("hf", hf, device="cpu", batch_size=2, **options)["results"]
-    ours = simple_evaluate(lm_eval_model.NAME, "path=model,training.seq_len=256", batch_size=2, **options)["results"]
+    of_model = dict(model_args="path=model,training.seq_len=256", batch_size=2, device="cuda:0")  # lm-eval's default
+    ours = simple_evaluate(lm_eval_model.NAME, **of_model, **options)["results"]
     for name, row in results.items():
         assert row.pop("documents") == len(WORDS)
         plain = {key: value for key, value in row.items() if "_stderr" not in key}

@@ -69,7 +69,9 @@ class FolderModel(EvalModel):
         job_args = [f"--{name}={value}" for name, value in values.items()]
         job, place = find_checkpoint(Path(local_folder(path)), config, job_args, best)
         require_causal_decoder(job.model)
-        super().__init__(answers_of(job, place, torch.device(device or device_type()), int(batch_size)))
+        if device is None or device.startswith("cuda") and device_type() != "cuda":  # lm-eval's default is cuda:0
+            device = device_type()
+        super().__init__(answers_of(job, place, torch.device(device), int(batch_size)))
 
     def apply_chat_template(self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True) -> str:
         raise JobError(f"--apply_chat_template: not with --model {NAME}; leave it out, or evaluate an export with hf")
