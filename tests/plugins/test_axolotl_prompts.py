@@ -225,6 +225,13 @@ def test_a_default_for_empty_system_messages_is_noted():
     assert not any("empty system message" in note for note in job_of({"format": "{instruction}"}).notes)
 
 
+def test_a_null_system_message_is_noted_where_axolotl_writes_none():
+    assert any("system message that is null" in note for note in job_of("orcamini").notes)
+    assert not any("that is null" in note for kind in ("alpaca_chat", "alpaca_w_system") for note in job_of(kind).notes)
+    spans = reader_of(source_of("orcamini")).document(ORCA | {"system_prompt": None}, "long", "short").content
+    assert spans[0].content == "### System:\n\n\n### User:\nWhy?\n\n### Response:\n"
+
+
 def test_every_type_has_its_text():
     kinds = {kind.partition(":")[0].removesuffix(".load") for kind, *_ in TEXTS if isinstance(kind, str)}
     assert kinds == {*BY_STYLE, *STRATEGIES}

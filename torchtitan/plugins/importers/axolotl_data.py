@@ -87,6 +87,7 @@ EMPTY = (NO_SYSTEM, ("field_system", ""), ("field_input", ""))
 """Keys of a custom prompt that mean something when they are empty."""
 NEVER_EMPTY = ("format", "no_input_format", "field_instruction", "field_output")
 SYSTEM_PROMPT = "system_prompt also stands in for an empty system message; Axolotl's only for a field that is not there"
+NULL_SYSTEM = "not the same: a system message that is null is empty here, and the text None for Axolotl"
 DPO_OPTIONS = {"rl_beta": "dpo.beta", "dpo_beta": "dpo.beta", "dpo_label_smoothing": "dpo.label_smoothing"}
 DPO_OPTIONS |= {"orpo_alpha": "dpo.beta"}
 MULTIPLE = 32
@@ -271,6 +272,8 @@ class DataTranslation:
         if (prompt := prompt_of(kind)) is not None and kind != "alpaca":
             self._refuse_keys(label, entry, (*PROMPT, *FIELDS, *MESSAGE_FIELDS, *OTHER_READING))
             self.note(f"{label}: {SPELLED_TOKENS}")
+            if "{system}" in prompt.template.get("format", ""):
+                self.note(f"{label}.type {kind}: {NULL_SYSTEM}")
             return source_of(prompt)
         record_format, default_field = FORMATS.get(kind.removesuffix(ROLES), ("", ""))
         if kind.endswith(ROLES):
