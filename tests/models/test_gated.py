@@ -239,6 +239,8 @@ def test_impossible_sizes_are_refused(shape, change, message):
         ("falcon_h1", {"mamba_d_ssm": None}, "do not make up the mixer's width 64"),
         ("falcon_h1", {"mamba_d_head": "5"}, "mamba_d_head = '5'; allowed: a whole number"),
         ("falcon_h1", {"ssm_multipliers": [1.0] * 4}, r"ssm_multipliers = .*; allowed: null or 5 numbers"),
+        ("falcon_h1", {"key_multiplier": 2}, "key_multiplier = 2; allowed: a number with a decimal .*; write 2.0"),
+        ("falcon_h1", {"mlp_multipliers": [1.0, 3]}, "mlp_multipliers = 3; allowed: a number with .*; write 3.0"),
         ("falcon_h1", {"mlp_multipliers": [1.0, "x"]}, "mlp_multipliers = 'x'; allowed: a finite number"),
         ("falcon_h1", {"time_step_limit": [0.001, 0.1]}, r"time_step_limit = \[0.001, 0.1\], but .* \[0.0, Infinity\]"),
         ("falcon_h1", {"mamba_use_mlp": False}, "mamba_use_mlp = False"),

@@ -202,7 +202,7 @@ def _from_hf(config: Mapping[str, Any]) -> FalconH1Args:
     sizes = gated_sizes(config, 8192, kv_heads=8)
     sizes |= {name: read_number(config, key, default) for name, (key, default) in SSM_SIZES.items()}
     sizes |= {name: read_flag(config, key, default) for name, (key, default) in SSM_FLAGS.items()}
-    sizes |= {name: read_number(config, key, 1.0) for name, key in FACTORS.items()}
+    sizes |= {name: _read_factor(key, config.get(key, 1.0)) for name, key in FACTORS.items()}
     sizes |= _read_factors(config, "mlp_multipliers", MLP_FACTORS) | _read_factors(
         config, "ssm_multipliers", SSM_FACTORS
     )
@@ -229,7 +229,16 @@ def _read_factors(config: Mapping[str, Any], key: str, names: tuple[str, ...]) -
     factors = [1.0] * len(names) if factors is None else factors
     if not isinstance(factors, list) or len(factors) != len(names):
         raise JobError(f"{key} = {factors!r}; allowed: null or {len(names)} numbers")
-    return {name: read_number({key: factor}, key, 1.0) for name, factor in zip(names, factors, strict=True)}
+    return {name: _read_factor(key, factor) for name, factor in zip(names, factors, strict=True)}
+
+
+def _read_factor(key: str, factor: Any) -> float:
+    """Return a factor. Raises JobError for what is no number, and for a whole one, as transformers does."""
+    if type(factor) is int:
+        raise JobError(
+            f"{key} = {factor}; allowed: a number with a decimal point, as transformers has it; write {factor}.0"
+        )
+    return read_number({key: factor}, key, 1.0)
 
 
 NO_LIMITS = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
