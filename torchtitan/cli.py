@@ -20,7 +20,6 @@ from torchtitan.core.machine_errors import MachineError
 from torchtitan.core.plugins import missing_plugin, place_of
 from torchtitan.process.exit import exit_with
 from torchtitan.process.machine import no_gc_during_imports, use_huge_pages
-from torchtitan.process.ranks import likely_device
 
 USAGE = "usage: torchtitan COMMAND [--help] [arguments]\n\n" + "\n".join(f"  {c:13}{t}" for c, t in COMMANDS.items())
 USAGE += "\n\n  --version  of this package and of torch"
@@ -68,7 +67,7 @@ def _dispatch(argv: list[str]) -> int:
             importlib.import_module("torchtitan.config.options").print_help_if_requested(arguments)
         importlib.import_module("torchtitan.commands.command_lines").parser_of(command).print_help()
         return 0
-    if command in COMPUTING and likely_device() == "cpu":
+    if command in COMPUTING and importlib.import_module("torchtitan.process.ranks").likely_device() == "cpu":
         use_huge_pages()
     if command in DOWNLOADING:
         set_access(Access.DOWNLOAD)

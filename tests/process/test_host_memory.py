@@ -133,7 +133,7 @@ def test_an_allocator_that_the_user_set_up_stays_as_it_is(name, no_choice, monke
     [("train", "cpu", "1"), ("export", "cpu", "1"), ("train", "cuda", None), ("check", "cpu", None)],
 )
 def test_commands_that_compute_on_a_cpu_request_huge_pages(command, device, setting, no_choice, monkeypatch):
-    monkeypatch.setattr(cli, "likely_device", lambda: device)
+    monkeypatch.setattr("torchtitan.process.ranks.likely_device", lambda: device)
     monkeypatch.setattr(cli, "resolve_name", lambda name: lambda arguments: 0)
     monkeypatch.setattr(os, "environ", os.environ.copy())
     assert cli.main([command]) == 0 and os.environ.get(HUGE_PAGES) == setting

@@ -9,6 +9,8 @@ import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
+import pytest
+
 from tests.support.jobs import ROOT
 from tests.support.package_sources import FILES, PACKAGE, TORCH_FREE
 from tests.support.private_names import private_attributes, private_imports, private_paths
@@ -192,6 +194,17 @@ def test_checking_a_job_needs_no_torch():
     lines = [f"import torchtitan.{name}" for name in TORCH_FREE]
     code = "; ".join([*lines, "import sys", "sys.exit('torch' in sys.modules)"])
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("module", "others"),
+    [("cli", {"pydantic"}), ("commands.presets", {"torchtitan.config.job", "torchtitan.models"})],
+)
+def test_what_a_command_does_not_need_is_not_imported(module, others):
+    """The help of the program and commands without a job are quick: validation and all options take 0.4 s."""
+    code = f"import torchtitan.{module}, sys; print(*sys.modules)"
+    modules = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert not others & set(modules.split())
 
 
 FORBIDDEN = (

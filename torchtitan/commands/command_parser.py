@@ -1,6 +1,6 @@
 """The parser of all commands: dashes in options, choices by name, options of a job among a command's own.
 
-Needs no torch, and imports a registry only when its names are needed.
+Needs no torch, and imports a registry, or the options of jobs, only when they are needed.
 """
 
 import argparse
@@ -14,8 +14,6 @@ from pkgutil import resolve_name
 from typing import Any, NoReturn
 
 from torchtitan.commands import COMMANDS
-from torchtitan.config.manager import split_job_options
-from torchtitan.config.options import hint
 from torchtitan.core.errors import JobError
 from torchtitan.parallelisms.degrees import AXIS_OPTIONS
 
@@ -27,6 +25,11 @@ MOST_RANKS = 64
 """Largest degree of a plan that gloo ranks of one machine make."""
 DURATIONS = {"min": 60.0, "h": 3600.0, "d": 86400.0}
 UNITS = {"MB": 1e6, "GB": 1e9, "TB": 1e12, "MiB": 2**20, "GiB": 2**30, "TiB": 2**40}
+
+
+def hint(name: str, candidates: Iterable[str]) -> str:
+    """Return `config.options.hint`, which takes a while to import."""
+    return resolve_name("torchtitan.config.options:hint")(name, candidates)
 
 
 class HelpFormatter(argparse.HelpFormatter):
@@ -62,7 +65,9 @@ class CommandParser(argparse.ArgumentParser):
 
     def parse(self, argv: Iterable[str]) -> tuple[argparse.Namespace, list[str]]:
         """Return the options of the command, and the job's arguments. Raises JobError for invalid arguments."""
-        job_options, arguments = split_job_options(argv) if self.takes else ([], list(argv))
+        job_options, arguments = [], list(argv)
+        if self.takes:
+            job_options, arguments = resolve_name("torchtitan.config.manager:split_job_options")(argv)
         arguments = [self._with_dashes(argument) for argument in arguments]
         ends_in_remainder = any(action.nargs == argparse.REMAINDER for action in self._actions)
         if not ends_in_remainder:  # before a missing argument, which may just be misspelled

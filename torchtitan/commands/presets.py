@@ -1,6 +1,7 @@
 """`torchtitan presets` lists, prints or copies the jobs of the package; `torchtitan init` writes a first one."""
 
 import argparse
+import importlib
 import json
 import re
 import sys
@@ -8,12 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from torchtitan.commands.command_lines import parse_command
-from torchtitan.config.options import hint
+from torchtitan.commands.command_parser import hint
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import MODEL_PLACEHOLDER, RECORDS_PLACEHOLDER, shipped_jobs
 from torchtitan.core.hub import is_hub_source, local_path
-from torchtitan.models import SIZES, family_in
-from torchtitan.models.hf.config import CONFIG
 
 
 def main(argv: list[str]) -> int:
@@ -84,12 +83,13 @@ def copy(name: str, text: str, path: Path, options: argparse.Namespace) -> int:
     if options.model is not None:
         is_remote = is_hub_source(options.model)
         folder = Path(local_path(options.model, "sizes") if is_remote else options.model).expanduser()
-        if not (folder / CONFIG).is_file():
-            allowed = f"a folder with a {CONFIG}, as Hugging Face's models are"
+        models = importlib.import_module("torchtitan.models")  # all families, which takes a while
+        if not (folder / models.CONFIG).is_file():
+            allowed = f"a folder with a {models.CONFIG}, as Hugging Face's models are"
             raise JobError(f"--model: given {options.model}; allowed: {allowed}; give the folder of your download")
-        family = family_in(folder)
+        family = models.family_in(folder)
         if family is None:
-            raise JobError(f"{folder}: an unsupported model family; allowed: one of {', '.join(SIZES)}")
+            raise JobError(f"{folder}: an unsupported model family; allowed: one of {', '.join(models.SIZES)}")
         place = quoted(options.model if is_remote else str(folder))
         text = set_value(text.replace(json.dumps(MODEL_PLACEHOLDER), place), "name", family)
     if options.data is not None:
