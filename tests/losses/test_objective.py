@@ -18,6 +18,8 @@ from torch.utils._pytree import tree_iter
 from torch.utils.weak import WeakIdKeyDictionary
 
 from tests.support.pool import run_ranks
+from tests.support.tiny_decoders import LLAMA, ROBERTA
+from torchtitan.core.random_draws import initialize
 from torchtitan.losses.objective import (
     IGNORE_INDEX,
     Objective,
@@ -26,6 +28,8 @@ from torchtitan.losses.objective import (
     summed_cross_entropy,
 )
 from torchtitan.losses.tasks import CHUNK_BYTES, auto_chunks
+from torchtitan.models.llama.model import SPEC as LLAMA_SPEC
+from torchtitan.models.roberta.model import SPEC as ROBERTA_SPEC
 
 WIDTH, VOCABULARY = 8, 20
 
@@ -43,6 +47,54 @@ def reference(hidden, head, labels):
     logits = (hidden @ head.weight.T).flatten(0, 1)
     keep = labels.flatten() != IGNORE_INDEX
     return F.cross_entropy(logits[keep].double(), labels.flatten()[keep], reduction="none").sum()
+
+
+def documents(seed, rows=3, length=20, vocabulary=64):
+    """Return a batch of documents of random lengths, of which half have no label."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda high: torch.randint(high, (rows, length), generator=generator)  # noqa: E731
+    begins = draw(5) == 0
+    begins[:, 0] = False
+    numbers, index = begins.long().cumsum(1), torch.arange(length).expand(rows, -1)
+    has_label = (draw(2) == 1).gather(1, numbers) & (draw(3) > 0)
+    positions = index - torch.where(begins, index, 0).cummax(1).values
+    labels = draw(vocabulary).where(has_label, IGNORE_INDEX)
+    return {"tokens": draw(vocabulary), "labels": labels, "positions": positions, "document_ids": numbers}
+
+
+@pytest.mark.parametrize("name", ["llama3", "roberta"])
+def test_documents_without_labels_are_left_out(name):
+    """The loss and its gradients do not change, and are those of all tokens; one row has the others' tokens."""
+    spec, args = (LLAMA_SPEC, LLAMA["llama3"]) if name == "llama3" else (ROBERTA_SPEC, ROBERTA["words"])
+    model = spec.build(args).double()
+    initialize(model, 7, model.init_rule)
+    model.loss, shortened = SummedCrossEntropy(), 0
+    for seed in range(8):
+        batch = documents(seed)
+        joined = model.loss.join_documents(batch)
+        size = joined["tokens"].numel()
+        shortened += size < 60
+        assert (size < 60 and {len(x) for x in joined.values()} == {1} and size % 8 == 0) or joined is batch
+        logits = model(**{name: x for name, x in batch.items() if name != "labels"}).flatten(0, 1)
+        expected = F.cross_entropy(logits, batch["labels"].flatten(), ignore_index=IGNORE_INDEX, reduction="sum")
+        results = [model(**batch), model(**joined), expected]
+        gradients = [torch.autograd.grad(result, list(model.parameters()), allow_unused=True) for result in results]
+        for result, others in zip(results[:2], gradients[:2], strict=True):
+            torch.testing.assert_close(result, results[2], rtol=1e-12, atol=0)
+            torch.testing.assert_close(others, gradients[2], rtol=1e-9, atol=1e-13)
+    assert model.may_join_documents and shortened > 4
+
+
+def test_a_loss_that_reads_samples_gets_them_whole():
+    class OfSamples(SummedCrossEntropy):
+        def rows(self, hidden, batch):
+            return hidden, batch["labels"]
+
+    batch = documents(0)
+    assert OfSamples().join_documents(batch) is batch
+    assert SummedCrossEntropy().join_documents({**batch, "column": torch.zeros(3)})["tokens"] is batch["tokens"]
+    without = {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
+    assert SummedCrossEntropy().join_documents(without) is without
 
 
 @pytest.mark.parametrize("num_chunks", [1, 2, 5, 18, 50])
@@ -146,7 +198,7 @@ def test_the_number_of_chunks_follows_the_batch_at_hand(monkeypatch):
     hidden, head, labels = example(torch.float32)
     objective = CountedChunks(0)
     objective.logits_width = VOCABULARY
-    for samples, chunks in ((2, 5), (1, 3)):
+    for samples, chunks in ((2, 5), (1, 2)):  # two of 9 rows have no label: they are left out of the smaller batch
         with torch.set_grad_enabled(samples == 2):
             objective(hidden[:samples], head, {"labels": labels[:samples]})
         assert objective.chunks == chunks

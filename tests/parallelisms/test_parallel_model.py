@@ -4,9 +4,12 @@ from unittest.mock import patch
 
 import pytest
 
-from tests.support import jobs
+from tests.plans.combinations import Combination
+from tests.support import jobs, table_rows
 from tests.support.pool import run_ranks
 from torchtitan.assembly.parts import ModelBuilder
+from torchtitan.contract.step import local_batch
+from torchtitan.losses.objective import IGNORE_INDEX
 from torchtitan.parallelisms.parallel_model import StepHooks
 
 
@@ -41,6 +44,27 @@ def test_hooks_run_in_order_and_are_saved_by_name():
     assert restored.state_dict() == {"two": {"steps": [1]}}
     with pytest.raises(AssertionError, match="a second hook called two"):
         restored.append(Diary("two"))
+
+
+def tokens_computed(row):
+    """Return the tokens of this rank's samples of the table, and those that the model computes of them."""
+    model, seen = table_rows.assembled(row), []
+    batch = local_batch(model, table_rows.with_task_labels(row))
+    batch = {name: batch[name] for name in table_rows.model_input_names(row, model.needs_keys)}
+    batch["labels"][1:] = IGNORE_INDEX
+    model.parts[0].tok_embeddings.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0].numel()))
+    model.forward_backward(batch, 100)
+    return batch["tokens"].numel(), seen[0]
+
+
+@pytest.mark.parametrize(
+    ("ranks", "row", "leaves_out"),
+    [(1, {}, True), (2, {"dp_shard": 2}, True), (2, {"tp": 2}, False), (1, {"model": "deepseek"}, False)],
+)
+def test_documents_without_labels_are_left_out_where_a_batch_may_have_any_length(ranks, row, leaves_out):
+    """The table of combinations compares gradients with those of the whole batch on one device."""
+    for tokens, computed in run_ranks(ranks, tokens_computed, Combination(ranks=ranks, document_mask=True, **row)):
+        assert computed < tokens if leaves_out else computed == tokens
 
 
 def train_with_a_diary(argv):

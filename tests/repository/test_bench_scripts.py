@@ -162,6 +162,13 @@ def test_bench_finetuning():
     assert [float(line.split()[6]) for line in (plain, packed)] == [4.0, pytest.approx(0.516, abs=0.02)]
 
 
+def test_bench_records():
+    for line, clock in zip(
+        run("scripts/bench_records.py", "--quick", "--only", "records")[3:], ("CPU", "wall"), strict=True
+    ):
+        assert line.startswith(f"records: transformers / torchtitan, {clock} time") and line.endswith(" s")
+
+
 def test_learn_made_task():
     """Run two steps; test_chat.py shows that more steps learn the task."""
     *_, shown, last = run("scripts/learn_made_task.py", "--quick", "--ranks", "1")

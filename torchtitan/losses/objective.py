@@ -24,10 +24,14 @@ from torch.utils.checkpoint import checkpoint
 
 from torchtitan.losses.tasks import auto_chunks
 from torchtitan.torch_internals.collectives import reduce_over_mesh
-from torchtitan.torch_internals.dispatch import graph_task_keeps_graph, has_hooks, local_parameters
+from torchtitan.torch_internals.dispatch import FakeTensor, graph_task_keeps_graph, has_hooks, local_parameters
 
 Batch = Mapping[str, torch.Tensor]
 IGNORE_INDEX = -100
+LEAST_SAVED = 1 / 8
+"""Tokens without a part in the loss are left out if they are this share of a batch: choosing others costs a copy."""
+MULTIPLE = 8
+"""Numbers of tokens that are chosen are multiples of this if possible, as kernels are slow for others."""
 
 
 class Objective(nn.Module):
@@ -85,6 +89,17 @@ class Objective(nn.Module):
         """Return hidden states [N, ..., D] and what their losses read, all to be chunked along the first dimension."""
         raise NotImplementedError
 
+    def rows_with_loss(self, head: nn.Module, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return the results of `rows`, or those that have a loss, where they are chosen without a wait."""
+        return rows
+
+    def join_documents(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Return the batch [B, S], or the tokens that matter to this loss in one row [1, T].
+
+        Call it only for a model that computes a document in the same way wherever it is in a batch.
+        """
+        return batch
+
     def compute_loss(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
         """Return the summed loss, a scalar, of one chunk: hidden states [n, ..., D] and the other tensors of `rows`.
 
@@ -104,7 +119,7 @@ class Objective(nn.Module):
         """
         if "last" in batch:
             return next_token_logits(batch["last"], hidden, head)
-        hidden, *targets = self.rows(hidden, batch)
+        hidden, *targets = self.rows_with_loss(head, *self.rows(hidden, batch))
         num_chunks = self.chunks_of(hidden)
         if num_chunks == 1:
             return self.compute_loss(head, hidden, *targets)
@@ -126,8 +141,52 @@ class SummedCrossEntropy(Objective):
     def rows(self, hidden: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
         return hidden.flatten(0, 1), batch["labels"].flatten()  # [B S, D], [B S]
 
+    def rows_with_loss(self, head: nn.Module, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """Return only rows with a label. Ranks that share the vocabulary exchange numbers of all, as is predicted."""
+        if type(self).rows is not SummedCrossEntropy.rows or isinstance(getattr(head, "weight", None), DTensor):
+            return rows
+        hidden, labels = rows
+        chosen = _chosen(labels != IGNORE_INDEX) if _may_choose(labels) else None
+        return rows if chosen is None else (hidden.index_select(0, chosen), labels[chosen])
+
+    def join_documents(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Leave out documents without a label, such as padding: they have no part in the loss."""
+        documents = batch.get("document_ids")
+        is_overridden = type(self).rows is not SummedCrossEntropy.rows or type(self).forward is not Objective.forward
+        if is_overridden or documents is None or not _may_choose(documents):
+            return batch
+        if any(x.shape != documents.shape for x in batch.values()):
+            return batch
+        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+        numbers = begins.flatten().cumsum(0) - 1  # of documents, [B S]
+        has_label = torch.zeros_like(numbers, dtype=torch.bool)
+        has_label[numbers[batch["labels"].flatten() != IGNORE_INDEX]] = True
+        chosen = _chosen(has_label[numbers], MULTIPLE)
+        if chosen is None:
+            return batch
+        joined = {name: x.flatten()[chosen][None] for name, x in batch.items()}
+        return joined | {"document_ids": numbers[chosen][None]}
+
     def compute_loss(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
         return summed_cross_entropy(head(hidden), *targets)
+
+
+def _may_choose(integers: torch.Tensor) -> bool:
+    """Return True unless a choice by these integers, of any shape, waits for a device or breaks a graph."""
+    return integers.device.type == "cpu" and not isinstance(integers, FakeTensor) and not torch.compiler.is_compiling()
+
+
+def _chosen(flags: torch.Tensor, multiple: int = 1) -> torch.Tensor | None:
+    """Return the indices of flagged tokens, bool [N], with the first others that make their number a multiple.
+
+    None means all: if those not flagged are few, or none is flagged.
+    """
+    count = int(flags.sum())
+    if not 0 < count <= (1 - LEAST_SAVED) * len(flags):
+        return None
+    if missing := -count % multiple:
+        flags = flags | (~flags & ((~flags).cumsum(0) <= missing))
+    return flags.nonzero().flatten()
 
 
 def next_token_logits(last: torch.Tensor, hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:

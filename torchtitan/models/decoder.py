@@ -17,7 +17,7 @@ from torch import nn
 from torchtitan.core.random_draws import Constant, Init, Normal
 from torchtitan.models.attention import AttentionKernel, CappedKernel, SharedInputs
 from torchtitan.models.dropout import Dropout, DropoutKernel, EmbeddingNoise, layer_keys
-from torchtitan.models.layers import RMSNorm, SwiGLU, autocast_dtype
+from torchtitan.models.layers import Float8Linear, RMSNorm, SwiGLU, autocast_dtype
 from torchtitan.models.sizes import NormOrder
 from torchtitan.parallelisms.plan import ParallelPlan
 from torchtitan.parallelisms.sequence_layout import Tokens, default_positions
@@ -318,6 +318,16 @@ class Decoder(nn.Module):
             return out
         extra = self.extra_loss(x, tokens, document_ids, shared)
         return out if extra is None else out + (extra - extra.detach())
+
+    @property
+    def may_join_documents(self) -> bool:
+        """True if only attention within documents connects tokens, and only labels have a loss: then a document is
+        computed in the same way wherever it is in a batch. A subclass with another `forward` has to repeat this.
+        """
+        plain = all(type(kernel) is AttentionKernel for kernel in self.kernels)
+        common_scales = any(isinstance(module, Float8Linear) for module in self.modules())  # of all tokens
+        of_labels = self.memory is None and type(self).extra_loss is Decoder.extra_loss
+        return plain and of_labels and not common_scales
 
     def chains(self) -> list[StepChain]:
         """Return the computation as chains of steps, for a pipeline schedule that runs a stage by steps.

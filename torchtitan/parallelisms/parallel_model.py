@@ -40,7 +40,7 @@ from torchtitan.parallelisms.pipeline.pipeline_parallel import (
     cut_model,
     tied_names,
 )
-from torchtitan.parallelisms.plan import ParallelPlan
+from torchtitan.parallelisms.plan import ParallelPlan, declaration_holds
 from torchtitan.parallelisms.quantized_collectives import gather_in_float8
 from torchtitan.parallelisms.sequence_layout import default_positions
 from torchtitan.parallelisms.steps import require_steps
@@ -167,6 +167,16 @@ def parallel_parts(
     return parts, local_stages, len(stages)
 
 
+def _may_join_documents(model: nn.Module, dims: ParallelDims, options: ParallelOptions) -> bool:
+    """Return True if tokens may be left out: the model declares it, and a forward may have any number of tokens."""
+    of_any_size = dims.tp == dims.cp == dims.pp == dims.ep == 1 and not (options.compile_model or options.compile_loss)
+    return (
+        of_any_size
+        and getattr(model, "may_join_documents", False)
+        and declaration_holds(model, "may_join_documents", "forward")
+    )
+
+
 def runs_by_segments(dims: ParallelDims, options: ParallelOptions) -> bool:
     """Return True if the pipeline overlaps the all-to-alls of experts, so that parts run segment by segment."""
     return options.overlap and dims.ep > 1 and dims.pp > 1
@@ -212,6 +222,7 @@ class ParallelModel:
         self.autocast = torch.autocast(device.type, options.param_dtype, enabled=mixed)
         tied = tied_names(model)
         self.needs_keys: bool = getattr(model, "needs_keys", False)  # True if training needs the tokens' random keys
+        self.joins_documents = device.type == "cpu" and balance is None and _may_join_documents(model, dims, options)
         self.expert_mesh = dims.build_expert_mesh(mesh.device_type)
         self.parts, stages, num_stages = parallel_parts(model, mesh, dims, plan, options, pipeline, self.expert_mesh)
         self.stateful_adapter = adapter if isinstance(adapter, StatefulAdapter) else None
@@ -452,8 +463,11 @@ class ParallelModel:
         return self.balance.not_finite() if self.balance is not None else []
 
     def _shard_batch(self, batch: Batch) -> Batch:
-        """Return this rank's tokens of the samples under context parallel, with their positions."""
+        """Return this rank's tokens of the samples with their positions: those under context parallel, or those that
+        matter to the loss."""
         batch = {"positions": default_positions(batch["tokens"])} | batch
+        if self.joins_documents:
+            return self.parts[0].loss.join_documents(batch)
         if self.dims.cp == 1:
             return batch
         return shard_sequence(batch, self.cp_rank, self.dims.cp, self.options.cp_method, self.options.cp_load_balance)
