@@ -101,12 +101,12 @@ def test_over_one_rank_no_gradient_is_divided_by_one(tied):
 
 def gradients_over_replicas(row, overlapped):
     """Return gradients of a step, and the sums that are under way when backward has computed its last gradient."""
-    function, pending = (data_parallel.overlap_replicas if overlapped else lambda module: None), []
+    function, pending = (data_parallel.adapt_to_gloo if overlapped else lambda module: None), []
     wait = data_parallel.DeferredGroup.wait
     count = patch.object(
         data_parallel.DeferredGroup, "wait", lambda self: (pending.append(len(self.pending)), wait(self))
     )
-    with patch.object(data_parallel, "overlap_replicas", function), count:
+    with patch.object(data_parallel, "adapt_to_gloo", function), count:
         model = table_rows.assembled(row)
         for number in range(row.accumulation):
             samples = slice(number + 4 * model.dims.dp_rank(model.mesh), None, 2 * model.dims.dp)
@@ -129,6 +129,25 @@ def test_sums_over_replicas_end_with_backward(row):
     for (gradients, pending), (expected, nothing) in zip(overlapped, plain, strict=True):
         assert all(map(np.array_equal, gradients, expected))
         assert pending == [0] * 5 * (row.accumulation - 1) + [1] * 5 and nothing == []
+
+
+def exchanged_sum():
+    """Return this rank's part of a sum in a module over three shards, and what the sum in rank order is."""
+    linear = nn.Linear(4, 6, bias=False)
+    fully_shard(linear, mesh=init_device_mesh("cpu", (3,)))
+    linear.set_force_sum_reduction_for_comms(True)
+    linear.set_gradient_divide_factor(1.0)
+    data_parallel.adapt_to_gloo(linear)
+    inputs = torch.randn(3, 4, generator=torch.Generator().manual_seed(1))
+    linear(inputs[dist.get_rank()]).sum().backward()
+    expected = (inputs[0] + inputs[1] + inputs[2]).expand(2, -1)
+    return linear.weight.grad.to_local().numpy(), expected.numpy()
+
+
+def test_gradients_of_shards_are_summed_in_rank_order():
+    """With the bits of a sum in float32 from the first rank to the last, on every rank."""
+    for gradient, expected in run_ranks(3, exchanged_sum):
+        assert np.array_equal(gradient, expected)
 
 
 def backward_over_replicas():
@@ -187,7 +206,7 @@ def products_after_loads():
     mesh = init_device_mesh("cpu", (1, 1), mesh_dim_names=("replicate", "shard"))
     linear = nn.Linear(4, 4, bias=False)
     fully_shard(linear, mesh=mesh)
-    data_parallel.overlap_replicas(linear)
+    data_parallel.adapt_to_gloo(linear)
     results = []
     for begin in (0, 16, 0, 32, 16):
         linear(torch.eye(4)).sum().backward()
@@ -204,9 +223,7 @@ def test_a_parameter_may_be_a_part_of_its_storage():
 
 def gradients_of_two_steps(overlapped):
     """Return the sum of the gradients of two steps without zero_grad in between. The second rank is late."""
-    with patch.object(
-        data_parallel, "overlap_replicas", data_parallel.overlap_replicas if overlapped else lambda _: None
-    ):
+    with patch.object(data_parallel, "adapt_to_gloo", data_parallel.adapt_to_gloo if overlapped else lambda _: None):
         model = table_rows.assembled(REPLICAS[0])
     batch = {name: table_rows.batch()[name][dist.get_rank() :: 2] for name in ("tokens", "labels")}
     model.forward_backward(batch, 100)
@@ -228,7 +245,7 @@ def failure_without_a_peer(reduce_dtype):
         return None
     module, mesh = nn.Linear(4, 4), DeviceMesh.from_group([group, single], "cpu", [[0], [1]], mesh_dim_names=("r", "s"))
     fully_shard(module, mesh=mesh, mp_policy=MixedPrecisionPolicy(reduce_dtype=reduce_dtype))
-    data_parallel.overlap_replicas(module)
+    data_parallel.adapt_to_gloo(module)
     _set_pg_timeout(timedelta(seconds=0.2), group)
     with pytest.raises(Exception) as caught:
         module(torch.ones(1, 4)).sum().backward()

@@ -217,7 +217,7 @@ def count_work(row: Combination) -> tuple[dict[str, int], dict[str, int], dict[s
     messages = row.accumulation * pipe.options.microbatches * sum(s in pipe.stage_indices for end in ends for s in end)
     expected = {"send": messages, "recv_": messages}
     if row.dp_shard > 1:
-        expected |= dict.fromkeys(("_allgather_base_", "_reduce_scatter_base_"), row.accumulation * units)
+        expected |= dict.fromkeys(("_allgather_base_", "alltoall_base_"), row.accumulation * units)
     if row.dp_replicate > 1:
         expected |= {"allreduce_": units}
     return dict(blocks), dict(counter.calls), expected

@@ -184,7 +184,7 @@ def test_estimated_traffic_is_exact():
         assert estimated and measured == estimated, plan
     numbers = ResolvedJob(manager.load(jobs[0])).model.args.num_parameters
     assert (
-        estimates[0]["dp_shard", "reduce_scatter", "bytes"] == 3 * 4 * numbers / 2
+        estimates[0]["dp_shard", "all_to_all", "bytes"] == 3 * 4 * numbers / 2
     )  # float32; half goes to the other rank
 
 

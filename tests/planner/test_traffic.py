@@ -86,7 +86,7 @@ def fully_sharded(row):
     reduce = part * reduced * (blocks + other_elements)
     return {
         ("all_gather", "dp_shard"): (times * (LAYERS * (1 + regathers) + num_other_units(row)), times * gather),
-        ("reduce_scatter", "dp_shard"): (times * (LAYERS + num_other_units(row)), times * reduce),
+        ("all_to_all", "dp_shard"): (times * (LAYERS + num_other_units(row)), times * reduce),
     }
 
 
@@ -190,7 +190,7 @@ def test_gradients_of_frozen_parameters_are_not_reduced(row):
     assert trained == sum(p.numel() for name, p in model.named_parameters() if name in adapter.added_parameters) > 0
     for traffic, _, _ in run_ranks(2, step, row):
         reduced = {key: value for key, value in traffic.items() if key[0] != "all_gather"}
-        kind, times = ("reduce_scatter", 1) if row.dp_shard > 1 else ("all_reduce", 2)
+        kind, times = ("all_to_all", 1) if row.dp_shard > 1 else ("all_reduce", 2)
         assert reduced == {
             (kind, "dp_shard" if row.dp_shard > 1 else "dp_replicate"): (LAYERS + 1, times * 2 * trained)
         }

@@ -91,6 +91,30 @@ class SingleBuffer(DefaultReduceScatter):
         return buffer
 
 
+class ExchangeAndSum(DefaultReduceScatter):
+    """The reduction over shards on gloo: an all-to-all, and the sum on the rank that keeps it, in rank order.
+
+    gloo sums all parts on all ranks. For 64 MB of two ranks it takes 86 ms of CPU time, and this 26 (torch 2.13).
+    """
+
+    def __call__(
+        self,
+        output_tensor: torch.Tensor,
+        input_tensor: torch.Tensor,
+        group: dist.ProcessGroup,
+        op: object,
+        async_op: bool = False,
+    ) -> dist.Work | None:
+        """Fill `output_tensor`, flat [N], with this rank's part of the sum of `input_tensor`, flat [ranks x N]."""
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        first, second, *later = received.view(group.size(), -1)
+        torch.add(first, second, out=output_tensor)
+        for part in later:
+            output_tensor += part
+        return None
+
+
 def _unshard(unit: Any) -> None:
     """Make the parameters of a unit with one shard ready for computation, in place of FSDP's `wait_for_unshard`.
 
@@ -121,8 +145,9 @@ def _unshard(unit: Any) -> None:
     unit._to_unsharded()
 
 
-def overlap_replicas(module: FSDPModule) -> None:
+def adapt_to_gloo(module: FSDPModule) -> None:
     """Let the sums over replicas of one FSDP unit end with backward, and its only shard be used in place, on a CPU.
+    Over several shards they are by ExchangeAndSum.
 
     A gradient is a view of its sum, and further microbatches are added before the sum, so nothing reads it earlier.
     """
@@ -132,6 +157,8 @@ def overlap_replicas(module: FSDPModule) -> None:
             continue
         if info.shard_mesh_size == 1:
             replace(unit, "wait_for_unshard", partial(_unshard, unit))
+        else:
+            module.set_custom_reduce_scatter(ExchangeAndSum())
         if not isinstance(info, HSDPMeshInfo):
             continue
         if info.shard_mesh_size == 1:
@@ -163,7 +190,7 @@ def apply_data_parallel(
     cpu_offload: bool = False,
     gather_int8: bool = False,
     reduce_bits: int = 0,
-    replicas_overlap: bool = True,  # False for an estimate of a GPU's memory on a CPU mesh
+    for_gloo: bool = True,  # on a CPU; False for an estimate of a GPU's memory on a CPU mesh
     expert_mesh: DeviceMesh | None = None,
 ) -> None:
     """Apply fully_shard in place. FSDP units: each block, last norm and head together, and the root with the rest.
@@ -206,8 +233,8 @@ def apply_data_parallel(
         if (expert_mesh if module in travelling else mesh).size() > 1:  # on one rank torch would make a divided copy
             module.set_gradient_divide_factor(1.0)
         module.set_force_sum_reduction_for_comms(True)  # a divide factor would need PREMUL_SUM, which gloo lacks
-        if replicas_overlap:
-            overlap_replicas(module)
+        if for_gloo:
+            adapt_to_gloo(module)
     quantize_collectives(fsdp_modules(model), mesh, second_shards, gather_int8, reduce_bits)
     if prefetch := max(prefetch, 1) if travelling and reshard_after_forward else prefetch:
         _set_prefetch(blocks, head[:1], prefetch, set(travelling))

@@ -45,7 +45,7 @@ class ParallelOptions:
     cpu_offload: bool = False
     gather_int8: bool = False
     reduce_bits: int = 0
-    replicas_overlap: bool = True  # on a CPU; a GPU's streams need no help
+    for_gloo: bool = True  # False: a CPU takes a GPU's place in an estimate
     sequence_parallel: bool = True
     loss_parallel: bool = True
     async_tp: bool = False
@@ -112,7 +112,7 @@ def parallelize(
             cpu_offload=options.cpu_offload,
             gather_int8=options.gather_int8,
             reduce_bits=options.reduce_bits,
-            replicas_overlap=options.replicas_overlap,
+            for_gloo=options.for_gloo,
             expert_mesh=None if expert_mesh is None else dims.expert_dp_mesh(expert_mesh),
         )
 

@@ -139,7 +139,7 @@ def rehearse(job: ResolvedJob, rank: int) -> Rehearsed:
     job, cpu = job.with_options({"compile.enable": False}), torch.device("cpu")
     with warnings.catch_warnings(), _quiet(), _alone_as(rank, job.world_size):
         warnings.simplefilter("ignore")
-        options = dataclasses.replace(ModelBuilder(job).parallel_options(), replicas_overlap=job.device_type == "cpu")
+        options = dataclasses.replace(ModelBuilder(job).parallel_options(), for_gloo=job.device_type == "cpu")
         without_values: dict[str, Any] = dict(init_weights=False, storage=WITHOUT_VALUES)
         model = ModelBuilder(job).model(job.layout.dims.build_mesh("cpu"), cpu, options=options, **without_values)
         optimizers, batch = parts.optimizers(job.config.optimizer, model), zero_batch(job, model.needs_keys)
