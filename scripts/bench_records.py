@@ -72,14 +72,14 @@ def llama(sizes: dict[str, Any]) -> PreTrainedModel:
         hidden_size=sizes["dim"],
         num_hidden_layers=sizes["n_layers"],
         num_attention_heads=sizes["n_heads"],
-        intermediate_size=sizes["hidden_dim"],
+        intermediate_size=sizes["multiple_of"],
     )
     return LlamaForCausalLM(config)
 
 
 CLASSES = {"dim": 384, "n_layers": 6, "n_heads": 6, "ffn_dim": 1536, "dropout": 0.0, "attention_dropout": 0.0}
 CLASSES |= {"vocab_size": WORDS, "max_seq_len": 512, "n_classes": 2, "pad_id": PAD}
-RECORDS = {"dim": 512, "n_layers": 8, "n_heads": 8, "hidden_dim": 1408, "vocab_size": 8192}
+RECORDS = {"dim": 512, "n_layers": 8, "n_heads": 8, "multiple_of": 1536, "vocab_size": 8192}
 SMALL = {"dim": 32, "n_layers": 1, "n_heads": 2}
 KINDS = {
     "classes": Kind({"model.name": "roberta", "task.kind": "seq_cls"}, roberta, CLASSES, (12, 88), 1.0),
