@@ -90,7 +90,7 @@ class Objective(nn.Module):
         raise NotImplementedError
 
     def rows_with_loss(self, head: nn.Module, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return the results of `rows`, or those that have a loss, where they are chosen without a wait."""
+        """Return the results of `rows`, [N, ...], or those that have a loss, where they are chosen without a wait."""
         return rows
 
     def join_documents(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -142,7 +142,10 @@ class SummedCrossEntropy(Objective):
         return hidden.flatten(0, 1), batch["labels"].flatten()  # [B S, D], [B S]
 
     def rows_with_loss(self, head: nn.Module, *rows: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Return only rows with a label. Ranks that share the vocabulary exchange numbers of all, as is predicted."""
+        """Return hidden states [N, D] and labels [N] of tokens with a label, or of all, where it is not cheap.
+
+        Ranks that share the vocabulary exchange numbers of all tokens, as is predicted.
+        """
         if type(self).rows is not SummedCrossEntropy.rows or isinstance(getattr(head, "weight", None), DTensor):
             return rows
         hidden, labels = rows
