@@ -108,7 +108,8 @@ PUBLISHED = {
     "olmo2": {"attention_dropout": 0.0, "rope_scaling": None, "use_cache": True},
     "olmo3": {"attention_dropout": 0.0, "use_cache": True},
     "phi3": {"auto_map": {"AutoConfig": "configuration_phi3.Phi3Config"}, "embd_pdrop": 0.0, "resid_pdrop": 0.0}
-    | {"original_max_position_embeddings": 4096, "rope_scaling": None, "attention_bias": False},
+    | {"original_max_position_embeddings": 4096, "rope_scaling": None, "attention_bias": False}
+    | {"mlp_bias": False, "lm_head_bias": False, "full_attn_mod": 1, "interpolate_factor": 1},
     "seed_oss": {"attention_dropout": 0.1, "residual_dropout": 0.1, "rope_scaling": {"rope_type": "default"}}
     | {"pretraining_tp": 1, "use_cache": True},
     "smollm3": {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 28, "pretraining_tp": 2}

@@ -29,7 +29,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES
 from torchtitan.models.dropout import Dropout, layer_keys, token_keys
 from torchtitan.models.hf.save import SourceConfigs, build_extra_files, read_source
-from torchtitan.models.sizes import STACK, RopeScaling
+from torchtitan.models.sizes import STACK, LongRope, RopeScaling
 from torchtitan.models.spec import MODELS
 
 FAMILIES = list(dict.fromkeys(shape.split()[0] for shape in GATED))
@@ -149,6 +149,9 @@ def test_dropout_of_residuals_is_where_transformers_has_it(monkeypatch):
         ("olmo3", {"sliding_window": -1}, "sliding_window = -1: must not be negative"),
         ("olmo3", {"global_interval": -1}, "global_interval = -1: must not be negative"),
         ("smollm3", {"no_rope_interval": 0}, "no_rope_interval = 0: must be at least 1"),
+        ("phi4 long", {"rope_scaling": RopeScaling()}, "longrope and rope_scaling are both set"),
+        ("phi4 long", {"rotary_factor": 0.5}, r"longrope has short_factors = \(1.0, .*; must be 2 numbers"),
+        ("phi4", {"longrope": LongRope()}, r"longrope has short_factors = \(\); must be 4 numbers above 0"),
         ("llama3 biased", {"head_width": 7}, "head_width = 7: must be even"),
         ("llama3 biased", {"head_width": 0}, "head_dim = 0: must be at least 1"),
         ("glm4_moe", {"n_dense_layers": 4}, "n_dense_layers = 4 with n_layers = 3: must be from 0 to n_layers"),
@@ -180,6 +183,9 @@ def test_impossible_sizes_are_refused(shape, change, message):
         dataclasses.replace(GATED[shape], **change)
 
 
+LONG = {"type": "longrope", "short_factor": [1.0, 1.0, 2.0, 3.0], "long_factor": [1.0, 4.0, 8.0, 9.0]}
+
+
 @pytest.mark.parametrize(
     "shape, change, message",
     [
@@ -196,8 +202,25 @@ def test_impossible_sizes_are_refused(shape, change, message):
         (
             "phi3",
             {"rope_scaling": {"type": "longrope", "short_factor": [1.0] * 4}},
-            "type 'longrope', in which the factor",
+            "long_factor = None; allowed: a list of numbers",
         ),
+        ("phi3", {"rope_scaling": LONG | {"rope_type": "yarn"}}, "the type of rotary positions: .*'yarn'"),
+        ("phi3", {"rope_scaling": LONG | {"shift": 1}}, "rope_scaling has a key .*: shift = 1"),
+        ("phi3", {"rope_scaling": LONG | {"short_factor": [1.0] * 3}}, "longrope has short_factors = .*; must be 4"),
+        (
+            "phi3",
+            {"rope_scaling": LONG | {"long_factor": [1.0, 1.0, 0.0, 1.0]}},
+            "longrope has long_factors = .*; must",
+        ),
+        ("phi3", {"rope_scaling": LONG | {"original_max_position_embeddings": 64}}, "but the model's is 128; remove"),
+        ("phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 1}, "_embeddings = 1; allowed: at least 2"),
+        ("phi3", {"rope_scaling": LONG, "head_dim": 16}, "head_dim = 16 with longrope; allowed: hidden_size / num_at"),
+        ("phi3", {"rope_scaling": LONG, "rope_parameters": LONG | {"factor": 9.0}}, "rotary positions: .* must be eq"),
+        ("phi3", {"rope_scaling": LONG | {"attention_factor": -1.0}}, "attention_factor = -1.0; allowed: from 0.001"),
+        ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "of type 'linear': transformers' Phi 3 only has"),
+        ("phi3", {"resid_pdrop": None}, "resid_pdrop = None; allowed: a finite number"),
+        ("phi3", {"partial_rotary_factor": 0.4}, "rotary_dim = 3: must be even"),
+        ("phi3", {"lm_head_bias": True}, "lm_head_bias = True"),
         ("phi3", {"resid_pdrop": 0.1}, "resid_pdrop = 0.1, but this model only has 0.0"),
         ("phi3", {"sliding_window": 0}, "sliding_window = 0; allowed: a number of tokens, or null"),
         ("mistral growing", {"rope_parameters": None}, "rope_parameters = None; allowed: an object"),

@@ -20,7 +20,7 @@ from torchtitan.models import SIZES
 from torchtitan.models.attention import use_shifted_groups
 from torchtitan.models.dropout import add_embedding_noise
 from torchtitan.models.layers import use_float8
-from torchtitan.models.sizes import RopeScaling
+from torchtitan.models.sizes import LongRope, RopeScaling
 from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.degrees import ParallelDims
 from torchtitan.parallelisms.parallel_model import ParallelModel
@@ -64,7 +64,7 @@ MICRO_SIZES = {
     "qwen3_5_moe": DELTA | dict(expert_dim=32, aux_loss_weight=0.1),
     "opt": dict(ffn_dim=96, max_seq_len=32, order="post", embed_dim=32),
     "phi3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7),
-    "phi4": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
+    "phi4": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, rotary_factor=0.25, longrope=LongRope((1.0, 3.0), (9.0, 9.0))),
     "qwen2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, window_layers="1-2"),
     "qwen3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
     "roberta": dict(ffn_dim=96, max_seq_len=32, n_types=2),

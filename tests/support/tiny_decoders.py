@@ -24,7 +24,7 @@ from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.qwen3_next import Qwen3NextArgs, Qwen35Args, Qwen35MoEArgs
 from torchtitan.models.roberta import RobertaArgs
 from torchtitan.models.seed_oss import SeedOssArgs
-from torchtitan.models.sizes import RopeScaling
+from torchtitan.models.sizes import LongRope, RopeScaling
 from torchtitan.models.smollm3 import SmolLM3Args
 
 _LLAMA2 = LlamaArgs(dim=32, n_layers=2, n_heads=4, vocab_size=64, multiple_of=16, max_seq_len=128)
@@ -249,6 +249,11 @@ GATED = {
     "olmo3 scaled": OlmoArgs(**_GATED, rope_scaling=SCALING, sliding_window=5, global_interval=2),
     "phi3": Phi3Args(**_GATED, sliding_window=5),
     "phi4": Phi3Args(**_GATED | dict(n_kv_heads=4), tied_embeddings=True),
+    "phi4 long": Phi3Args(
+        **_GATED,
+        rotary_factor=0.75,
+        longrope=LongRope((1.0, 1.4, 2.5), (1.5, 9.0, 30.0), attention_factor=1.3, original_max_seq_len=64),
+    ),
     "seed_oss": SeedOssArgs(**_GATED | dict(head_dim=12), rope_theta=5000.0),
     "seed_oss other biases": SeedOssArgs(
         **_GATED, attention_bias=False, attention_out_bias=True, mlp_bias=True, tied_embeddings=True

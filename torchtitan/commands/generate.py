@@ -43,7 +43,7 @@ from torchtitan.process.distributed import device_type
 from torchtitan.process.exit import die_with_parent
 from torchtitan.process.ranks import Ranks, likely_device, read_ranks, started_as_rank
 from torchtitan.rules import OF_THE_MODEL, Facts, judge, without_unknown_names
-from torchtitan.rules.model_and_data import folder_has_sizes, model_sizes, positions_are_learned, tokenizer_fits
+from torchtitan.rules.model_and_data import folder_has_sizes, model_sizes, positions_are_known, tokenizer_fits
 from torchtitan.training import inference_model
 
 LOOK_SECONDS, FOLLOW_SECONDS, SPEAK_SECONDS = 0.05, 2, 3
@@ -313,7 +313,7 @@ def find_job(path: Path, arguments: list[str], with_tokenizer: bool = True) -> R
     if is_recorded and config.data.tokenization_version is None:  # the job that an earlier version has recorded
         job = job.with_options({"data.tokenization_version": VERSION_WITHOUT_RECORD})
     facts, faults = without_unknown_names(Facts(job))
-    of_the_model = (folder_has_sizes, model_sizes, positions_are_learned, *OF_THE_MODEL)
+    of_the_model = (folder_has_sizes, model_sizes, positions_are_known, *OF_THE_MODEL)
     faults += judge(facts, (*of_the_model, *[tokenizer_fits] * with_tokenizer))
     if not with_tokenizer:
         faults = [fault for fault in faults if fault.key != "model.tokenizer_path"]
@@ -328,7 +328,9 @@ def _hf_arguments(path: Path, home: Path, model_type: object, ignored_keys: list
     if family is None:
         known_types = sorted({name for config in CONFIG_CONVERTERS.values() for name in config.model_types})
         raise JobError(f"{path}: model_type = {model_type!r}; allowed: {', '.join(known_types)}")
-    length = CONFIG_CONVERTERS[family].ignoring(ignored_keys).args_from_folder(path).max_seq_len
+    args = CONFIG_CONVERTERS[family].ignoring(ignored_keys).args_from_folder(path)
+    longrope = getattr(args, "longrope", None)
+    length = longrope.original_max_seq_len if longrope else args.max_seq_len
     arguments = [f"--model.name={family}", "--model.flavor=from_hf", f"--model.hf_folder={path}"]
     return [*arguments, f"--model.tokenizer_path={home}", f"--training.seq_len={min(length, LONGEST_CONTEXT)}"]
 

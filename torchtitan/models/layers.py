@@ -20,7 +20,7 @@ from torch import nn
 
 from torchtitan.core.errors import FLOAT8_MULTIPLE
 from torchtitan.core.float8 import E4M3, E5M2, Scaled, product, quantize
-from torchtitan.models.sizes import RopeScaling
+from torchtitan.models.sizes import LongRope, RopeScaling
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
 from torchtitan.torch_internals.dispatch import graph_task_id, will_execute
 
@@ -41,7 +41,7 @@ class Rotary(nn.Module):
     """Rotary position embeddings (arXiv:2104.09864): positions -> rotations of queries and keys, in float32.
 
     It has no buffers: one would have to survive the meta device, casts and checkpoints, and the angles of one forward
-    cost less than one norm. `scaling` is a RopeScaling or None.
+    cost less than one norm. `scaling` is a RopeScaling, a LongRope or None.
     """
 
     def __init__(self, head_dim: int, theta: float, scaling: Any = None):
@@ -61,7 +61,7 @@ class Rotary(nn.Module):
     @property
     def magnitude(self) -> float:
         """Factor applied to rotated features."""
-        if getattr(self.scaling, "kind", None) != "yarn":
+        if getattr(self.scaling, "kind", None) not in ("yarn", "longrope"):
             return 1.0
         factor = self.scaling.attention_factor
         return yarn_magnitude(self.scaling.factor) if factor is None else factor
@@ -161,11 +161,15 @@ def _(total: torch.Tensor, amount: torch.Tensor) -> None:
     pass
 
 
-def frequencies(head_dim: int, theta: float, scaling: RopeScaling | None, device: torch.device) -> torch.Tensor:
+def frequencies(
+    head_dim: int, theta: float, scaling: RopeScaling | LongRope | None, device: torch.device
+) -> torch.Tensor:
     """Return the radians per position, [head_dim / 2], from 1 down to about 1 / theta, with scaling applied."""
     exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
     if scaling is None:
         return 1.0 / theta**exponents
+    if isinstance(scaling, LongRope):
+        return 1.0 / (torch.tensor(scaling.short_factors, device=device) * theta**exponents)
     plain = 1.0 / scaling.theta(theta, head_dim) ** exponents
     if scaling.kind == "ntk":
         return plain

@@ -3,7 +3,7 @@
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from torchtitan.core.errors import JobError
 
@@ -35,7 +35,22 @@ class RopeScaling:
         return theta * self.factor ** (head_dim / (head_dim - 2)) if self.kind == "ntk" else theta
 
 
-Rope = tuple[float, RopeScaling | None]
+@dataclass(frozen=True)
+class LongRope:
+    """Rotary wavelengths that are longer by a factor for each pair of features (arXiv:2402.13753).
+
+    Texts of more than `original_max_seq_len` tokens have the long factors, which are kept for exports only.
+    """
+
+    short_factors: tuple[float, ...] = ()
+    long_factors: tuple[float, ...] = ()
+    attention_factor: float = 1.0  # of rotated features
+    original_max_seq_len: int = 4096
+
+    kind: ClassVar = "longrope"
+
+
+Rope = tuple[float, RopeScaling | LongRope | None]
 NormOrder = Literal["pre", "post", "output", "sandwich"]
 """Place of a block's norms: before attention and feed-forward, after each residual sum (arXiv:1706.03762), of the
 outputs of both alone (arXiv:2501.00656), or before both and of their outputs."""

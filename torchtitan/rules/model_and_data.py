@@ -35,13 +35,18 @@ def model_sizes(facts: Facts) -> Iterator[Fault]:
         yield facts.fault(key, f"at most {MOST_PARAMETERS:.0e}", "check the sizes for a typing error", value=size)
 
 
-def positions_are_learned(facts: Facts) -> Iterator[Fault]:
-    """Limit sequences to the number of learned position embeddings."""
+def positions_are_known(facts: Facts) -> Iterator[Fault]:
+    """Limit sequences to the number of learned position embeddings, or to the length of a LongRope's short factors."""
     positions = getattr(facts.model.args, "learned_positions", 0)
+    longrope = getattr(facts.model.args, "longrope", None)
     for key, length in facts.data.lengths.items():
         if 0 < positions < length:
             remedy = f"write {positions}, or model.overrides = {{max_seq_len = {length}}}, where nothing is loaded"
             yield facts.fault(key, f"at most the {positions} positions that the model learns", remedy)
+        elif longrope is not None and length > longrope.original_max_seq_len:
+            allowed = f"at most the {longrope.original_max_seq_len} tokens up to which the model has its short factors"
+            remedy = "those of longer texts depend on the length of each text, and are not supported"
+            yield facts.fault(key, allowed, remedy)
 
 
 def folder_has_sizes(facts: Facts) -> Iterator[Fault]:
@@ -307,7 +312,7 @@ RULES: tuple[Rule, ...] = (
     folder_has_sizes,
     ignored_keys_are_of_a_folder,
     model_sizes,
-    positions_are_learned,
+    positions_are_known,
     tokenizer_fits,
     records_are_read_as_said,
     fields_are_said_once,

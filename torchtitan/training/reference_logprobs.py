@@ -48,7 +48,7 @@ logger = logging.getLogger(__name__)
 FILE = REFERENCE_FILE
 LATER_SIZES: dict[str, Any] = {"head_width": None, "attention_bias": False, "mlp_bias": False}
 LATER_SIZES |= {"query_growth": 0.0, "query_period": 1, "attention_factor": None, "truncate": True}
-LATER_SIZES |= {"window_layers": ""}
+LATER_SIZES |= {"window_layers": "", "rotary_factor": 1.0, "longrope": None}
 """Sizes of models that were added when there were files, and the values with which they do not count."""
 LATER_SIZES_OF = dict.fromkeys(("Qwen2Args", "Qwen2MoEArgs", "Qwen3Args", "Qwen3MoEArgs"), "sliding_window")
 LATER_SIZES_OF |= {"GraniteArgs": "attention_dropout"}
