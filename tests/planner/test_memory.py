@@ -160,6 +160,9 @@ GEMMA = [
     "--training.document_mask=false",
 ]
 """Norms of the outputs too; two rotations; a large tied embedding."""
+OF_8 = ["--training.seq_len=2048", "--training.local_batch_size=1", f"{SHARDS}8", "--activation_checkpoint.mode=none"]
+CAPPED = ["--model.name=gemma2", "--model.flavor=9B", "--model.overrides={n_layers=3}", *OF_8]
+CLAMPED = ["--model.name=gpt_oss", "--model.flavor=20B", "--model.overrides={n_layers=2}", *OF_8]
 SMALL = [
     *("--model.name=llama3", "--model.flavor=8B", "--model.overrides={n_layers=5}", "--training.seq_len=4096"),
     *("--model.tokenizer_path=bytes", "--training.local_batch_size=2", f"{SHARDS}4"),
@@ -171,6 +174,7 @@ SAMPLES = {
     ],
     "dense": [*memory_plans(1, 4, DENSE), memory_plan(3, 3, DENSE), memory_plan(5, 7, DENSE)],
     "windows": [(8, [*GEMMA, f"--activation_checkpoint.mode={mode}"]) for mode in ("none", "selective", "full")],
+    "caps and clamps": [(8, [*CAPPED, f"--training.loss_chunks={chunks}"]) for chunks in (0, 1)] + [(8, CLAMPED)],
     "biases": [(4, [*BIASES, f"--parallelism.tensor_parallel_degree={tp}", f"{SHARDS}{4 // tp}"]) for tp in (1, 2)],
     "context": [(32, [*CONTEXT, ROTATION + method]) for method in ("allgather", "ulysses", "alltoall")],
     "second shards": [
@@ -232,6 +236,14 @@ KNOWN_MOMENTS = {
         [*MISTRAL, *SHARDED, "--training.loss_chunks=16", '--adapter.target=["*.wq"]'],
     ),
     "unpacked w2": (4, [*MISTRAL, *SHARDED, "--training.loss_chunks=16", '--adapter.target=["*.w2"]']),
+    "recompute at the border of a region": (
+        16,
+        [
+            *(*LORA_8B, "--model.overrides={n_layers=2}", "--training.seq_len=4096", "--training.local_batch_size=4"),
+            *("--parallelism.data_parallel_shard_degree=4", "--parallelism.tensor_parallel_degree=4"),
+            *("--training.loss_chunks=64", "--activation_checkpoint.mode=full", '--adapter.target=["*.wq"]'),
+        ],
+    ),
     "unpacked w1": (4, [*MISTRAL, *SHARDED, "--training.loss_chunks=16", '--adapter.target=["*.w1"]']),
 }
 """Jobs whose peak is at a moment of its own."""

@@ -431,6 +431,7 @@ class _ChunkedLoss(torch.autograd.Function):
             # summed in float32, so that a bfloat16 gradient is rounded once and not once per chunk
             w_grads = [g.to(torch.promote_types(g.dtype, torch.float32)) for g in w_grads]
             weight_grads = [a.add_(b) for a, b in zip(weight_grads, w_grads, strict=True)] if weight_grads else w_grads
+            del w_grads  # as large as the sums, they would live beside the next chunk's logits
         if summing:
             weight_grads = [summing.take_grad()]
         ctx.save_for_backward(torch.cat(hidden_grads), *weight_grads)

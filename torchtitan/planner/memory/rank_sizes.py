@@ -135,6 +135,8 @@ class RankSizes(RankWeights):
         features = args.head_dim * (2 * heads + 2 * kv_heads)
         if "attention.q_norm.weight" in args.block_others(layer):
             features += (args.head_dim + 4 / b) * (heads + kv_heads)
+        if getattr(args, "score_cap", 0):  # kernels of torch make their result in the order of the next product
+            features += args.head_dim * heads
         if self.cp > 1:  # the result in another order, and the keys and values of all ranks
             gathered = self.cp - 1 if self.cp_method == "allgather" else 0
             features += args.head_dim * (heads + 2 * kv_heads * gathered)
@@ -201,7 +203,8 @@ class RankSizes(RankWeights):
             entering = args.dim * self._stores_input(layer, "feed_forward.w[13]")
             return b * self.tokens * (entering + copies * linears["feed_forward.w1"][0] / self.tp)
         rows, local = self.local_tokens * args.top_k, self.local_tokens
-        routed = rows * (b * (args.dim + 4 * args.expert_dim) + 4 * args.dim)  # combined in float32
+        copies = 7 if getattr(args, "swiglu_limit", 0) else 4  # clamped ones too
+        routed = rows * (b * (args.dim + copies * args.expert_dim) + 4 * args.dim)  # combined in float32
         shared = b * local * (args.dim + 4 * args.n_shared_experts * args.expert_dim) * (args.n_shared_experts > 0)
         return routed + shared + local * (4 * args.dim + 10 * args.n_experts)
 
@@ -253,7 +256,7 @@ class RankSizes(RankWeights):
             combining = 4 * args.dim * self.local_tokens * (args.top_k + 1)  # the experts' weighted sum, in float32
             return max(extra + combining, needed - self.block_stored)
         width = linears["feed_forward.w1"][0] / self.tp
-        entering = 2 * b * args.dim * self.tokens if self.tp > 1 else 0.0
+        entering = b * self._at_border(layer) if self.tp > 1 else 0.0
         gated = b * (2 * width * self.tokens + width * args.dim)  # and the gradient of w2
         if self.base is not None:
             gated = b * width * self._frozen_gate(linears, self.base)
@@ -261,6 +264,24 @@ class RankSizes(RankWeights):
         attention = products - self._feed_forward(layer) + self._attention_work
         needed = max(products + self.hidden, self._exchange)
         return max(extra + max(entering, gated, attention), needed - self.block_stored)
+
+    def _at_border(self, layer: int) -> float:
+        """Return the values at the end of a dense feed-forward's region that are in no sum of activations.
+
+        Backward has the gradients of the feed-forward's input by two matrices. But where it repeats the whole block, it
+        has gathered the gradient of the result before, and the repeated result exists twice at its sum over ranks: as
+        the product, and in the order of the ranks. Its factor and the region's input live too, stored or not, and three
+        tensors of this rank's tokens, with that input before it is gathered and with the sum.
+        """
+        inside = self.args.dim * self.tokens
+        recompute = self.job.config.activation_checkpoint
+        repeats_operators = recompute.mode == "selective" and recompute.selective_ac_option == "op"
+        if recompute.mode in ("none", "memory_budget") or repeats_operators:
+            return 2 * inside
+        width = self.args.block_linears(layer)["feed_forward.w1"][0] / self.tp
+        inputs = inside * (not self._stores_input(layer, "feed_forward.w[13]"))
+        outside = 3 * self.args.dim * self.local_tokens
+        return 3 * inside + outside + inputs + width * self.tokens * (not self._stores_input(layer, "feed_forward.w2"))
 
     def _frozen_gate(self, linears: Sizes, base: FrozenBase) -> float:
         """Return the values for each feature that the backward of a frozen feed-forward adds to what is stored.
@@ -369,20 +390,28 @@ class RankSizes(RankWeights):
         return 3 if self.logits_width < self.args.vocab_size else 1
 
     @property
+    def _cap(self) -> int:
+        """Bytes of a logit's tangent, which a cap keeps for its backward."""
+        return self.compute * (getattr(self.args, "logit_cap", 0) > 0)
+
+    @property
     def loss_forward(self) -> float:
         """Bytes of logits, probabilities and gradients in the last chunk of the forward.
 
         Each logit exists in the type of the computation, in float32 and as a probability. In chunks the backward of
-        each is part of the forward, after the gradients of those before it.
+        each is part of the forward, after the gradients of those before it. The head's gradient is added by the
+        products, but with caps, which hide them, once it exists in float32 too.
         """
         copies = 2 if self.loss_chunks == 1 else max(2, self._backward_copies)
         rows = math.ceil(self.tokens / self.loss_chunks)
-        logits = rows * self.logits_width * (copies * 4 + self._rounded)
+        logits = rows * self.logits_width * (copies * 4 + self._rounded + self._cap)
         if self.loss_chunks == 1:
             return logits
         hidden = self.compute * self.args.dim
         forward = logits + hidden * (self.tokens - rows)
         backward = self.compute * self.trained_end + 2 * hidden * self.tokens  # gradients in that type
+        if self._cap:
+            backward += 4 * self.trained_end * (self.compute < 4)
         return 4 * self.trained_end + max(forward, backward)
 
     @property
@@ -390,7 +419,7 @@ class RankSizes(RankWeights):
         """Bytes of a loss during its backward: of the logits, or gradients from its chunks and their scaled copies."""
         if self.loss_chunks > 1:
             return self.loss_kept + self._rounded * (self.trained_end + self.args.dim * self.tokens)
-        return self.tokens * self.logits_width * (self._backward_copies * 4 + self._rounded)
+        return self.tokens * self.logits_width * (self._backward_copies * 4 + self._rounded + self._cap)
 
     @property
     def loss_retained(self) -> float:
