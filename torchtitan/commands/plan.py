@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from string import ascii_lowercase
 from typing import Any
 
 import tomli_w
@@ -59,6 +60,8 @@ LABEL: dict[str, Any] = {
     "bbox": {"facecolor": "white", "edgecolor": "none", "alpha": 0.85, "pad": 1},
 }
 """Style of a text that may lie over lines, but below points."""
+UNITS = (("days", 24.0), ("hours", 1.0), ("minutes", 1 / 60), ("seconds", 1 / 3600))
+"""Units of a duration, and their hours."""
 Alternatives = Sequence[tuple[str, Candidate | None]]
 
 
@@ -74,7 +77,7 @@ def draw_plans(
 
     widths = [3, 2] if alternatives else [1]
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": "plan"}):
-        figure = Figure(figsize=(12, 5.6), dpi=150, layout="constrained")
+        figure = Figure(figsize=(12, 6.6), dpi=150, layout="constrained")
         by_memory, *by_price = figure.subplots(1, 1 + bool(alternatives), squeeze=False, width_ratios=widths)[0]
         _draw_memory(by_memory, result, memory, None if isinstance(job, str) else job)
         if by_price:
@@ -96,22 +99,26 @@ def _draw_memory(axes: Any, result: Result, memory: float, job: Candidate | None
         axes.plot(candidate.time.seconds, _gib(candidate), "o", color=LOSS, markersize=5, zorder=6)
     front = pareto_front(judged)
     axes.plot([one.time.seconds for one in front], [_gib(one) for one in front], color=LOSS, label="Pareto front")
-    numbers = {candidate.plan: number for number, candidate in enumerate(result.best, start=1)}
-    for candidate in front:
-        place = {"xytext": (8, 4), "textcoords": "offset points"} | LABEL
-        number = numbers.get(candidate.plan)
-        label = f"{number}" if number else f"{candidate.plan}, {candidate.plan.recompute_text}"
+    numbers = {candidate.plan: f"{number}" for number, candidate in enumerate(result.best, start=1)}
+    letters = iter(ascii_lowercase)
+    for index, candidate in enumerate(front):
+        label = numbers.get(candidate.plan) or next(letters, "-")
+        place = {"xytext": (0, 7 if index % 2 else -15), "textcoords": "offset points", "ha": "center"} | LABEL
         axes.annotate(label, (candidate.time.seconds, _gib(candidate)), color=INK, fontsize=8, **place)
-    listed = [f"{numbers[one.plan]}: {one.plan}, {one.plan.recompute_text}" for one in front if one.plan in numbers]
-    axes.text(0.02, 0.02, "\n".join(listed), transform=axes.transAxes, color=INK, fontsize=8, **LABEL)
+        name = f"{candidate.plan}, {candidate.plan.recompute_text}"
+        axes.plot([], [], linestyle="none", marker=rf"$\mathdefault{{{label}}}$", color=INK, label=name)
     if job is not None:
         axes.plot(job.time.seconds, _gib(job), "D", color=HELD_OUT, markersize=7, zorder=7, label="the job's own plan")
-    axes.axhline(memory / 2**30, color=GREY, linewidth=1, linestyle="--", label="memory of a GPU")
-    axes.set_ylim(0, memory / 2**30 * 1.2)
+    most = max(candidate.memory.high for candidate in judged + [job] * (job is not None)) / 2**30
+    if memory / 2**30 < 2 * most:
+        axes.axhline(memory / 2**30, color=GREY, linewidth=1, linestyle="--", label="memory of a GPU")
+        most = max(most, memory / 2**30)
+    axes.set_ylim(0, 1.1 * most)
     axes.margins(x=0.1)
     axes.set_xlabel("seconds of a step")
-    axes.set_ylabel("GiB reserved, low to high")
-    axes.legend(loc="upper right", labelcolor=INK, ncols=3, fontsize=8, framealpha=0.9, edgecolor="none")
+    axes.set_ylabel("GiB reserved, low to high; numbers as in the table")
+    below = {"loc": "upper left", "bbox_to_anchor": (0, -0.12)}
+    axes.legend(**below, labelcolor=INK, fontsize=8, framealpha=0.9, edgecolor="none")
 
 
 def _draw_price(axes: Any, best: Candidate, alternatives: Alternatives, cost: Cost) -> None:
@@ -120,18 +127,25 @@ def _draw_price(axes: Any, best: Candidate, alternatives: Alternatives, cost: Co
     by_gpus |= {other.plan.gpus: other for _, other in alternatives if other and other.plan.gpus != best.plan.gpus}
     candidates = [by_gpus[gpus] for gpus in sorted(by_gpus)]
     prices = [cost.money(candidate) or cost.gpu_hours(candidate) for candidate in candidates]
-    hours = [cost.hours(candidate) for candidate in candidates]
-    days = max(hours) >= 48
-    durations = [value / 24 if days else value for value in hours]
+    unit, size = next((one for one in UNITS if max(map(cost.hours, candidates)) >= 2 * one[1]), UNITS[-1])
+    durations = [cost.hours(candidate) / size for candidate in candidates]
     axes.set_title("duration and price by number of GPUs", loc="left", fontweight="bold", color=INK)
     axes.plot(durations, prices, "o-", color=RATE, markersize=6)
     for candidate, x, y in zip(candidates, durations, prices, strict=True):
-        place = {"xytext": (0, 10), "textcoords": "offset points", "ha": "center"}
-        axes.annotate(gpus_text(candidate.plan.gpus), (x, y), color=INK, **place)
-    axes.set_ylim(0, max(prices) * 1.25)
-    axes.margins(x=0.25)
+        text = gpus_text(candidate.plan.gpus)
+        if candidate is not best:
+            speed = best.time.seconds / candidate.time.seconds
+            text += (
+                f"\n{speed:.2f} times as fast\n{cost.gpu_hours(candidate) / cost.gpu_hours(best) - 1:+.1%} GPU-hours"
+            )
+        is_right = len(durations) > 1 and x == max(durations)
+        side = {"xytext": (0, -12), "ha": "right", "va": "top"} if is_right else {"xytext": (8, 8)}
+        place = side | {"textcoords": "offset points"} | LABEL
+        axes.annotate(text, (x, y), color=INK, fontsize=8, **place)
+    axes.set_ylim(0, max(prices) * 1.3)
+    axes.margins(x=0.35)
     axes.yaxis.set_major_formatter("{x:,.10g}")
-    axes.set_xlabel("days" if days else "hours")
+    axes.set_xlabel(unit)
     axes.set_ylabel("GPU-hours" if cost.price is None else f"price at {cost.price:g} a GPU-hour")
 
 
