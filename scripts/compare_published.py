@@ -28,7 +28,9 @@ from torchtitan.planner.time.measured_runs import (
     OUTLIER,
     PUBLISHED,
     SIGMAS,
+    corrected_factors,
     fit_factors,
+    linearized,
     usual_calibration,
     with_software,
 )
@@ -131,10 +133,14 @@ class PublishedRun:
         """Relative error of the predicted step time."""
         return self.step.seconds / self.seconds - 1
 
+    def has_inside(self, error: float) -> bool:
+        """Return True if the published speed is in the interval of a prediction with this relative error."""
+        return 1 / (1 + self.step.spread) <= 1 + error <= 1 + self.step.spread
+
     @property
     def is_inside(self) -> bool:
         """True if the published speed is in the interval."""
-        return self.step.low <= self.seconds <= self.step.high
+        return self.has_inside(self.error)
 
     def record(self) -> dict[str, object]:
         """Return tokens/s a GPU for --json."""
@@ -157,15 +163,31 @@ def fixtures() -> list[PublishedRun]:
     return [PublishedRun(values) for values in rows]
 
 
-def fitted(runs: Sequence[PublishedRun], start: Mapping[str, float] | None = None) -> dict[str, float]:
-    """Return the factors that fit these runs. `start`: factors near the result."""
-    measured = [(run.predicted, run.seconds) for run in runs for _ in range(OWN_WEIGHT if run.source == OWN else 1)]
-    return fit_factors(measured, list(PUBLISHED), SIGMAS, OUTLIER, start)
+def weighted(runs: Sequence[PublishedRun]) -> list[PublishedRun]:
+    """Return the runs of a fit: this project's several times."""
+    return [run for run in runs for _ in range(OWN_WEIGHT if run.source == OWN else 1)]
 
 
-def errors_without_source(runs: Sequence[PublishedRun]) -> list[float]:
-    """Return each run's relative error by factors fitted to the runs of other sources."""
-    factors = {title: fitted([run for run in runs if run.title != title]) for title in {run.title for run in runs}}
+def fitted(runs: Sequence[PublishedRun]) -> dict[str, float]:
+    """Return the factors that fit these runs."""
+    return fit_factors([(run.predicted, run.seconds) for run in weighted(runs)], list(PUBLISHED), SIGMAS, OUTLIER)
+
+
+def refitted(runs: Sequence[PublishedRun]) -> dict[str, dict[str, float]]:
+    """Return the factors that fit the runs of all sources but one, by its title, and of all by "".
+
+    One step of the fit from PUBLISHED for each, which differ little.
+    """
+    several, factors = weighted(runs), {}
+    rows = linearized([(run.predicted, run.seconds) for run in several], PUBLISHED)
+    for title in {"", *(run.title for run in runs)}:
+        others = [row for run, row in zip(several, rows, strict=True) if run.title != title]
+        factors[title] = corrected_factors(PUBLISHED, others, SIGMAS, OUTLIER)
+    return factors
+
+
+def errors_without_source(runs: Sequence[PublishedRun], factors: Mapping[str, Mapping[str, float]]) -> list[float]:
+    """Return each run's relative error by factors fitted to the runs of other sources: `refitted(runs)`."""
     return [run.predicted(factors[run.title]) / run.seconds - 1 for run in runs]
 
 
@@ -178,15 +200,16 @@ def grouped(runs: Sequence[PublishedRun]) -> dict[tuple[str, ...], list[int]]:
 
 
 def page(runs: Sequence[PublishedRun], without: Sequence[float]) -> list[str]:
-    """Return the lines of the table in docs/planning.md. `without`: errors_without_source(runs)."""
-    lines = ["| source | GPU | type | rows | in the interval | median | absolute | without the source | absolute |"]
-    lines.append("|---|---|---|---|---|---|---|---|---|")
+    """Return the lines of the table in docs/planning.md. `without`: of errors_without_source."""
+    columns = ["inside", "median", "absolute", "inside without the source", "median", "absolute"]
+    lines = [f"| source | GPU | type | rows | {' | '.join(columns)} |", "|---" * (4 + len(columns)) + "|"]
+    with_source = [run.error for run in runs]
     for key, indices in grouped(runs).items():
-        inside = sum(runs[index].is_inside for index in indices)
         figures = []
-        for errors in ([runs[index].error for index in indices], [without[index] for index in indices]):
-            figures.append(f"{statistics.median(errors):+.1%} | {statistics.median(map(abs, errors)):.1%}")
-        lines.append(f"| {' | '.join(key)} | {len(indices)} | {inside} | {' | '.join(figures)} |")
+        for errors in ([values[index] for index in indices] for values in (with_source, without)):
+            inside = sum(runs[index].has_inside(error) for index, error in zip(indices, errors, strict=True))
+            figures += [f"{inside}", f"{statistics.median(errors):+.1%}", f"{statistics.median(map(abs, errors)):.1%}"]
+        lines.append(f"| {' | '.join(key)} | {len(indices)} | {' | '.join(figures)} |")
     return lines
 
 
@@ -224,7 +247,7 @@ def main() -> None:
     elif options.fit:
         print("\n".join(f'    "{name}": {factor:.3f},' for name, factor in fitted(runs).items()))
     elif options.page:
-        print("\n".join(page(runs, errors_without_source(runs))))
+        print("\n".join(page(runs, errors_without_source(runs, refitted(runs)))))
     else:
         print("\n".join(comparison(runs)))
 

@@ -5,6 +5,7 @@ from collections import Counter
 import pytest
 import tomli_w
 
+from tests.support.memory_plans import message_plan
 from tests.support.pool import run_alone
 from torchtitan import cli
 from torchtitan.commands import estimate
@@ -192,57 +193,46 @@ def test_speeds_of_the_options_scale_measured_collectives(tmp_path):
         assert estimate.traffic(predicted, 200e12, speeds)[1].split()[-3:] == [seconds, "s", "inside"]
 
 
-def messages_of_job(options, ranks):
-    """Return the seconds of a step's messages by axis: as `estimate --traffic` rehearses and `plan` counts them."""
-    job = ["--job.config_file=llama3_8b", "--model.tokenizer_path=bytes", "--model.overrides={n_layers = 16}", *options]
-    job = ResolvedJob(manager.load(job), ranks, "cuda")
-    hardware = load_hardware("h100-80")
-    links = Links(hardware.machine_link, hardware.network_link, hardware.devices_per_machine)
-    (predicted, *_), rehearsed = prediction.predict(job, traffic=True), Counter()
-    for axis, kind in {(axis, kind) for axis, kind, _ in predicted.sent}:
-        calls, size = (float(predicted.sent[axis, kind, unit]) for unit in ("calls", "bytes"))
-        rehearsed[AXES.get(axis, axis)] += links.sent(kind, size, calls, predicted.groups[axis]).seconds
-    samples = job.layout.samples
-    formula = StepTimer(Workload.of(job, samples), hardware).messages_of_step(
-        Plan.of(job, samples), predicted.pipeline_rank
-    )
-    return dict(rehearsed), {axis: message.seconds for axis, message in formula.items()}
+def seconds_of_messages(jobs):
+    """Return the seconds of a step's messages by axis of each job, as `estimate --traffic` rehearses and as `plan`
+    counts them.
+    """
+    hardware, seconds = load_hardware("h100-80"), []
+    for ranks, options in jobs:
+        job, rehearsed = ResolvedJob(manager.load(options), ranks, "cuda"), Counter()
+        predicted, *_ = prediction.predict(job, traffic=True)
+        for axis, kind in {(axis, kind) for axis, kind, _ in predicted.sent}:
+            calls, size = (float(predicted.sent[axis, kind, unit]) for unit in ("calls", "bytes"))
+            message = Links.of(hardware).sent(kind, size, calls, predicted.groups[axis])
+            rehearsed[AXES.get(axis, axis)] += message.seconds
+        timer = StepTimer(Workload.of(job, job.layout.samples), hardware)
+        formula = timer.messages_of_step(Plan.of(job, job.layout.samples), predicted.pipeline_rank)
+        seconds.append((dict(rehearsed), {axis: message.seconds for axis, message in formula.items()}))
+    return seconds
 
 
-AXES = {"dp_shard": "fsdp", "dp_shard_cp": "fsdp", "dp_replicate": "replicas"}
+AXES = {"dp_shard": "fsdp", "efsdp": "fsdp", "dp_replicate": "replicas"}
+BASE = ["--job.config_file=llama3_8b", "--model.tokenizer_path=bytes", "--model.overrides={n_layers = 4}"]
+FULL, LORA = ["--activation_checkpoint.mode=full"], ["--adapter.kind=lora", "--adapter.rank=16"]
 MESSAGES = {
-    "FSDP 16": ([], 16),
-    "FSDP 64": ([], 64),
-    "replicas": (["data_parallel_replicate_degree=2"], 16),
-    "TP 4": (["tensor_parallel_degree=4"], 8),
-    "TP 8, full recompute": (["tensor_parallel_degree=8", "full"], 16),
-    "CP 4": (["context_parallel_degree=4"], 8),
-    "CP 2, ulysses": (["context_parallel_degree=2", "context_parallel_rotate_method=ulysses"], 8),
-    "CP 2, all-to-all": (["context_parallel_degree=2", "context_parallel_rotate_method=alltoall"], 8),
-    "CP 16 over two machines": (["context_parallel_degree=16"], 32),
-    "PP 4": (["pipeline_parallel_degree=4", "batch"], 8),
-    "no resharding": (["fsdp_reshard_after_forward=never"], 16),
-    "LoRA": (["adapter"], 16),
-    "LoRA, TP 4, full recompute": (["adapter", "tensor_parallel_degree=4", "full"], 16),
-    "TP 2, CP 2, replicas": (
-        ["tensor_parallel_degree=2", "context_parallel_degree=2", "data_parallel_replicate_degree=2"],
-        16,
-    ),
+    "FSDP 16": (16, []),
+    "CP 16 over two machines": (32, ["--parallelism.context_parallel_degree=16"]),
+    "PP 4": (8, ["--parallelism.pipeline_parallel_degree=4", "--training.local_batch_size=8"]),
+    "no resharding": (16, ["--parallelism.fsdp_reshard_after_forward=never"]),
+    "LoRA": (16, LORA),
+    "LoRA, TP 4, full recompute": (16, [*LORA, *FULL, "--parallelism.tensor_parallel_degree=4"]),
 }
 
 
-@pytest.mark.parametrize("name", MESSAGES)
-def test_the_planner_has_the_messages_of_the_rehearsal(name):
-    """Sums of single numbers (the loss, the norm of the gradient) are left out by the planner."""
-    options, ranks = MESSAGES[name]
-    recompute = "full" if "full" in options else "none"
-    arguments = [f"--parallelism.{option}" for option in options if option not in ("full", "adapter", "batch")]
-    arguments += ["--training.local_batch_size=8"] * ("batch" in options)
-    arguments += ["--adapter.kind=lora", "--adapter.rank=16"] * ("adapter" in options)
-    rehearsed, formula = run_alone(messages_of_job, [*arguments, f"--activation_checkpoint.mode={recompute}"], ranks)
-    assert formula.keys() == rehearsed.keys()
-    for axis, seconds in formula.items():
-        assert seconds == pytest.approx(rehearsed[axis], rel=0.1), axis
+def test_the_planner_has_the_messages_of_the_rehearsal():
+    """Of the jobs above, and of ten that nobody chose, whose models are small or of few layers."""
+    jobs = [(ranks, [*BASE, *options]) for ranks, options in MESSAGES.values()]
+    drawn = [message_plan(1, number) for number in range(10)]
+    results = run_alone(seconds_of_messages, [*jobs, *drawn])
+    for name, (rehearsed, formula) in zip([*MESSAGES, *drawn], results, strict=True):
+        assert formula == pytest.approx(rehearsed, rel=0.1), name
+    axes = {axis for _, formula in results[len(jobs) :] for axis in formula}
+    assert axes >= {"fsdp", "tp", "cp", "pp"}
 
 
 def test_the_step_takes_as_long_as_by_the_planner():

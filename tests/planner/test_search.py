@@ -145,14 +145,25 @@ def test_expert_parallel_gathers_only_what_is_sharded():
     """With experts on all ranks once, FSDP sends the other weights alone."""
     timer = StepTimer(Workload.of(resolved("deepseek_671b"), 64), H100)
     plan = Plan(shards=64, ep=64)
-    dense, experts, _ = timer.rank_weights(plan)
-    gather, blocks = timer.messages.links.gather, timer.workload.args.n_layers
-    assert plan.expert_shards == 1
-    assert timer.messages.gather_weights(plan, 2 * dense, experts) == gather(2 * dense, 64, 1, blocks)
+    weights = timer.rank_weights(plan)
+    gather, units, args = timer.messages.links.gather, weights.blocks + weights.ends, timer.workload.args
+    assert plan.expert_shards == 1 and units == args.n_layers + 2
+    dense = 2 * weights.dense
+    assert timer.messages.gather_weights(plan, dense, weights, units) == gather(dense, 64, 1, units)
     half = dataclasses.replace(plan, ep=32)
-    dense, experts, _ = timer.rank_weights(half)
-    expected = gather(2 * dense, 64, 1, blocks).and_then(gather(2 * experts, 2, 32, blocks))
-    assert timer.messages.gather_weights(half, 2 * dense, experts) == expected
+    weights = timer.rank_weights(half)
+    expected = gather(dense, 64, 1, units)
+    expected = expected.and_then(gather(2 * weights.experts, 2, 32, args.n_layers - args.n_dense_layers))
+    assert timer.messages.gather_weights(half, dense, weights, units) == expected
+
+
+def test_stacks_of_experts_are_padded_to_the_ranks_that_share_them():
+    """256 experts of 671B over 512 ranks: FSDP's messages have as many zeros."""
+    timer = StepTimer(Workload.of(resolved("deepseek_671b"), 64), H100)
+    few, many = (
+        timer.messages._sent_experts(plan, timer.rank_weights(plan)) for plan in (Plan(shards=256), Plan(shards=512))
+    )
+    assert many == 2 * few
 
 
 def test_fsdp_gathers_blocks_twice_and_both_ends_once():
@@ -161,11 +172,11 @@ def test_fsdp_gathers_blocks_twice_and_both_ends_once():
     plan = Plan(shards=8)
     dense, *_ = timer.rank_weights(plan)
     ends, gather, blocks = 2 * 128256 * 4096, timer.messages.links.gather, 32
-    reduced = gather(4 * dense, 8, 1, blocks).seconds
-    total = gather(2 * dense, 8, 1, blocks).seconds + gather(2 * (dense - ends), 8, 1, blocks).seconds + reduced
+    reduced = gather(4 * dense, 8, 1, blocks + 2).seconds
+    total = gather(2 * dense, 8, 1, blocks + 2).seconds + gather(2 * (dense - ends), 8, 1, blocks).seconds + reduced
     assert timer._fsdp(plan, timer.rank_weights(plan), computed=0.0) == pytest.approx(total)
     stays = dataclasses.replace(timer, workload=dataclasses.replace(timer.workload, reshard="never"))
-    total = gather(2 * dense, 8, 1, blocks).seconds + reduced
+    total = gather(2 * dense, 8, 1, blocks + 2).seconds + reduced
     assert stays._fsdp(plan, timer.rank_weights(plan), computed=0.0) == pytest.approx(total)
 
 

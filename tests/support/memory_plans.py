@@ -20,8 +20,12 @@ MODELS = (
     ("qwen3_moe", "30B-A3B"),
     ("deepseek", "671B"),
 )
+SMALL_MODELS = tuple((family, "debugmodel") for family in ("llama3", "qwen3", "qwen3_moe", "deepseek"))
+MOST_PASSES = 12
+"""Most layers times microbatches of a job whose messages are rehearsed."""
 RECOMPUTE = (("none", "op"), ("full", "op"), ("selective", "op"), ("selective", "2"))
 ADAPTED_MODELS = (("llama3", "8B"), ("llama3", "70B"), ("llama3.2", "1B"), ("qwen3", "8B"), ("llama2", "7B"))
+CP_METHODS = ("allgather", "ulysses", "alltoall")
 TARGETS = ('["all-linear"]', '["*.wq","*.wv"]', '["*attention*"]', '["*feed_forward*"]')
 OPTIMIZERS = (
     ("AdamW", "", ""),
@@ -56,6 +60,28 @@ def memory_plan(seed: int, index: int, models: tuple[tuple[str, str], ...] = MOD
 def adapter_plan(seed: int, index: int) -> tuple[int, list[str]]:
     """Return the number of ranks and the command line of a legal job with an adapter."""
     return _first_legal(f"{seed}/{index}", _proposed_adapter)
+
+
+def message_plan(seed: int, index: int) -> tuple[int, list[str]]:
+    """Return the number of ranks and the command line of a legal job, quick to rehearse, on several ranks."""
+
+    def propose(chooser: random.Random) -> tuple[int, list[str]]:
+        while True:
+            ranks, arguments = _proposed(chooser, MODELS + SMALL_MODELS)
+            values = dict(argument.removeprefix("--").split("=", 1) for argument in arguments)
+            layers = int(values["model.overrides"].removeprefix("{n_layers = ").partition(",")[0].rstrip("}"))
+            passes = (
+                layers
+                * int(values["training.global_batch_size"])
+                // int(values["parallelism.data_parallel_shard_degree"])
+            )
+            if ranks > 1 and passes <= MOST_PASSES:
+                break
+        if values["parallelism.context_parallel_degree"] == "2":
+            arguments.append(f"--parallelism.context_parallel_rotate_method={chooser.choice(CP_METHODS)}")
+        return ranks, arguments
+
+    return _first_legal(f"messages {seed}/{index}", propose)
 
 
 def optimizer_plan(seed: int, index: int) -> tuple[int, list[str]]:

@@ -21,6 +21,7 @@ from torchtitan.parallelisms.fsdp_messages import BITS, BLOCK, block_bytes
 from torchtitan.parallelisms.pipeline.cut import schedule_traits, split_layers, stages_of_rank
 from torchtitan.planner.frozen_base import BYTES, FrozenBase, adapter_obstacle
 from torchtitan.planner.memory.rank_layout import float8_weights
+from torchtitan.planner.memory.rank_weights import is_split, size_of_other
 
 Changes = dict[str, Any]
 """Options of a job by dotted name."""
@@ -148,6 +149,16 @@ class Workload:
     @cached_property
     def kind_of_layer(self) -> list[int]:
         return [self.kinds.index(self.args.block_linears(layer)) for layer in range(self.args.n_layers)]
+
+    @cached_property
+    def partial_others(self) -> list[list[float]]:
+        """Elements of the parameters of each kind of block that tensor parallel does not split, except matrices."""
+        sizes_by_kind = []
+        for kind, sizes in enumerate(self.kinds):
+            layer = self.kind_of_layer.index(kind)
+            names = [name for name in self.args.block_others(layer) if not is_split(self.args, name)]
+            sizes_by_kind.append([size_of_other(self.args, name, sizes, 1) for name in names])
+        return sizes_by_kind
 
     @cached_property
     def mean_keys(self) -> float:

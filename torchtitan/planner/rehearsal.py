@@ -255,6 +255,10 @@ class Rehearsal:
         model = self.model
         meshes = [model.expert_mesh] if model.expert_mesh is not None else []
         axes = {"world": tuple(range(model.dims.world_size))}
+        if model.dims.cp > 1 and model.dims.tp > 1:  # the last axes of the mesh, over which a layer's load is summed
+            size = model.dims.cp * model.dims.tp
+            first = dist.get_rank() // size * size
+            axes["sequence"] = tuple(range(first, first + size))
         for mesh in (*meshes, model.dims.dp_mesh(model.mesh), model.mesh):
             axes |= axes_of(mesh)
         shards, size = model.dims.dp_mesh(model.mesh), model.options.reshard_after_forward

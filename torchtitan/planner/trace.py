@@ -64,7 +64,8 @@ def _blocks(timer: StepTimer, plan: Plan) -> list[TraceSpan]:
     block_of_kind = {kind: timer.block(plan, kind, plan.replayed_share(stage.total())) for kind in stage}
     blocks = [(f"block {layer}", block_of_kind[kind]) for layer, kind in enumerate(timer.workload.kind_of_layer)]
     product, logits = timer.head(plan)
-    head = product + logits, product * (1 + (timer.workload.base is None)) + logits
+    cheap = logits + timer.waited_at_ends(plan, embedding=True, head=True) / 2
+    head = product + cheap, product * (1 + (timer.workload.base is None)) + cheap
     forward = [*((name, block.forward) for name, block in blocks), ("head", head[0])]
     backward = [("head", head[1]), *((name, block.input_grad + block.weight_grad) for name, block in blocks[::-1])]
     kinds = (FORWARD, forward), (BACKWARD, backward)

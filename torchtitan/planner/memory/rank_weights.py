@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from torchtitan.models.moe import BIASES
-from torchtitan.models.sizes import HEAD, SINKS, STACK, Sizes, split_side
+from torchtitan.models.sizes import HEAD, QK_NORMS, SINKS, STACK, Sizes, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED, OptimizerSpec, Shape, StateSize
 from torchtitan.optimizers.step_sizes import RankShare, StepSize
@@ -60,10 +60,16 @@ def _weights_of_kind(args: Any, layer: int, tp: int, ep: int) -> tuple[float, fl
 def _other_parameters(args: Any, layer: int, tp: int) -> float:
     """Return a rank's parameters of a layer that are no matrices of linear layers, about."""
     linears = args.block_linears(layer)
-    return sum(_size(args, name, linears, tp) for name in args.block_others(layer))
+    return sum(size_of_other(args, name, linears, tp) for name in args.block_others(layer))
 
 
-def _size(args: Any, name: str, linears: Sizes, tp: int) -> float:
+def is_split(args: Any, name: str) -> bool:
+    """Return True if tensor parallel splits a parameter that is no matrix of a linear layer."""
+    over_heads = getattr(args, "qk_norm_over_heads", False) and name in QK_NORMS
+    return over_heads or name == SINKS or (name.endswith(".bias") and split_side(name.removesuffix(".bias")) == 0)
+
+
+def size_of_other(args: Any, name: str, linears: Sizes, tp: int) -> float:
     """Return a rank's part of a parameter that is no matrix of a linear layer, about."""
     module = name.removesuffix(".bias")
     if module in linears:
@@ -243,7 +249,7 @@ class RankWeights(RankLayout):
             elif self.base is None:
                 yield f"{block}{name}.weight", (outputs, inputs), min(by_side.values())
         for name in self.args.block_others(layer) if self.base is None else ():
-            yield block + name, (round(_size(self.args, name, linears, self.tp)),), 1 / self.shards
+            yield block + name, (round(size_of_other(self.args, name, linears, self.tp)),), 1 / self.shards
 
     # Gathered parameters
 

@@ -27,17 +27,17 @@ from torchtitan.planner.time.step_time import UNPUBLISHED_SPREAD, StepTimer
 PUBLISHED_ROWS = {"h100": 53, "a100": 49, "h100-500w": 22}
 """Published rows by chip."""
 PUBLISHED = {
-    "products": 0.997,
-    "attention": 1.159,
+    "products": 0.996,
+    "attention": 1.160,
     "memory": 1.006,
-    "tp": 0.549,
+    "tp": 0.551,
     "async_tp": 1.032,
-    "ep": 0.339,
-    "fsdp": 1.479,
-    "stragglers": 1.080,
-    "float8": 0.997,
-    "products of a100": 0.871,
-    "products of h100-500w": 1.318,
+    "ep": 0.341,
+    "fsdp": 1.481,
+    "stragglers": 1.068,
+    "float8": 0.998,
+    "products of a100": 0.872,
+    "products of h100-500w": 1.317,
     "flash2": 1.916,
     "kernels of 2023": 1.178,
 }
@@ -64,38 +64,53 @@ Predicted = Callable[[Mapping[str, float]], float]
 """Seconds of a measured step by the formula with these factors."""
 
 
+Linear = tuple[float, list[float]]
+"""Of the logarithm of a measured step: its residual, and the slopes of the prediction by the logarithms of factors."""
+
+
+def linearized(measured: Sequence[tuple[Predicted, float]], factors: Mapping[str, float]) -> list[Linear]:
+    """Return the residual and the slopes of each measured step at these factors."""
+    logs, rows = {name: math.log(factor) for name, factor in factors.items()}, list[Linear]()
+    for predict, seconds in measured:
+        predicted = math.log(predict(factors))
+        slopes = [(math.log(predict(_exp(logs | {name: log + STEP}))) - predicted) / STEP for name, log in logs.items()]
+        rows.append((math.log(seconds) - predicted, slopes))
+    return rows
+
+
+def corrected_factors(
+    factors: Mapping[str, float], rows: Sequence[Linear], sigmas: Mapping[str, float], outlier: float = math.inf
+) -> Factors:
+    """Return the factors after one step of Gauss-Newton from `factors`, at which `rows` are. See `fit_factors`."""
+    logs = [math.log(factor) for factor in factors.values()]
+    weights = [(NOISE / sigmas.get(name, SIGMA)) ** 2 for name in factors]
+    normal = [[weight * (i == j) for j in range(len(logs))] for i, weight in enumerate(weights)]
+    right = [-weight * log for weight, log in zip(weights, logs, strict=True)]
+    for residual, slopes in rows:
+        weight = min(1.0, outlier / max(abs(residual), 1e-9))
+        for i, slope in enumerate(slopes):
+            right[i] += weight * slope * residual
+            for j, other in enumerate(slopes):
+                normal[i][j] += weight * slope * other
+    changes = zip(factors, logs, _solved(normal, right), strict=True)
+    return {name: math.exp(log + change) for name, log, change in changes}
+
+
 def fit_factors(
     measured: Sequence[tuple[Predicted, float]],
     names: Sequence[str],
     sigmas: Mapping[str, float] | None = None,
     outlier: float = math.inf,
-    start: Mapping[str, float] | None = None,
 ) -> Factors:
     """Return the factors that explain measured seconds best, and stay near 1 where nothing is measured.
 
     It maximizes the posterior of a normal prior on the logarithms, by Gauss-Newton. `sigmas`: of some factors.
-    `outlier`: a larger error has less weight. `start`: factors near the result, which one iteration is enough for.
+    `outlier`: a larger error has less weight.
     """
-    logs = {name: math.log(start[name]) if start else 0.0 for name in names}
-    for _ in range(1 if start else ITERATIONS):
-        normal = [[0.0] * len(names) for _ in names]
-        right = [0.0] * len(names)
-        for index, name in enumerate(names):
-            weight = (NOISE / (sigmas or {}).get(name, SIGMA)) ** 2
-            normal[index][index] += weight
-            right[index] -= weight * logs[name]
-        for predict, seconds in measured:
-            predicted = math.log(predict(_exp(logs)))
-            slopes = [(math.log(predict(_exp(logs | {name: logs[name] + STEP}))) - predicted) / STEP for name in names]
-            residual = math.log(seconds) - predicted
-            weight = min(1.0, outlier / max(abs(residual), 1e-9))
-            for i, slope in enumerate(slopes):
-                right[i] += weight * slope * residual
-                for j, other in enumerate(slopes):
-                    normal[i][j] += weight * slope * other
-        for name, change in zip(names, _solved(normal, right), strict=True):
-            logs[name] += change
-    return _exp(logs)
+    factors = dict.fromkeys(names, 1.0)
+    for _ in range(ITERATIONS):
+        factors = corrected_factors(factors, linearized(measured, factors), sigmas or {}, outlier)
+    return factors
 
 
 def _exp(logs: Mapping[str, float]) -> Factors:

@@ -33,6 +33,8 @@ PARTS = {
 FACTORS = ("products", "attention", "memory", "messages", "tp", "async_tp", "ep", "fsdp", "stragglers", "float8")
 """Names of the factors: products, attention, operations bound by memory, all messages, exposed messages of tensor and
 expert parallel, FSDP's messages beside computation, stragglers, and products in float8."""
+FLOAT32, INT64 = 4, 8
+"""Bytes of a number of the loss, and of a count of tokens."""
 ATTENTION_BACKWARD = 2.5
 """Products in the backward of a fused attention kernel relative to its forward: five and two."""
 
@@ -65,13 +67,22 @@ class Calibration:
 
 
 class WeightCounts(NamedTuple):
-    """Numbers of weights of a rank of tensor and expert parallel."""
+    """Numbers of weights of a rank of tensor and expert parallel, and of the FSDP units that they are in."""
 
     dense: float
     experts: float
     """FSDP spreads them over fewer ranks than the others, if they are spread by expert parallel."""
     frozen_bytes: float = 0.0
     """Bytes of the weights under an adapter, which FSDP gathers and does not reduce. `dense` are its own then."""
+    blocks: float = 1.0
+    expert_units: float = 0.0
+    """Units of experts alone: of each block with experts, if they are spread by expert parallel."""
+    ends: float = 0.0
+    """Units of the embedding and the head."""
+    partial: float = 0.0
+    """Trained weights of which tensor parallel splits the tokens or heads that read them: each of its ranks computes a
+    part of their gradients."""
+    partial_parameters: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -325,20 +336,53 @@ class MessageTimer:
         messages: dict[str, MessageTime] = {}
         links, forwards = self.links_of(plan), 1 + replayed
         if plan.tp > 1:
-            size = b * args.dim * tokens
-            both = links.gather(size, plan.tp, 1).and_then(links.gather(size, plan.tp, 1, kind="reduce_scatter"))
-            messages["tp"] = both.times(2 * (1 + forwards))
-            if has_experts and plan.ep == 1:  # all ranks have all experts and other tokens: they sum the gradients
-                weights = 3 * args.n_experts * args.expert_dim * args.dim
-                messages["tp"] = messages["tp"].and_then(links.all_reduce(b * weights, plan.tp, 1))
+            regions = 1 if has_experts else 2  # experts are in none
+            messages["tp"] = self._region_border(plan, tokens).times(regions * (1 + forwards))
         if plan.cp > 1:
             forward, backward = self._attention_messages(plan, tokens)
             messages["cp"] = forward.times(forwards).and_then(backward)
         if plan.ep > 1 and has_experts:
             size = b * args.dim * tokens / plan.tp * args.top_k
-            messages["ep"] = links.exchange(size, plan.ep, 1).times(2 * (1 + forwards))
+            counts = links.exchange(INT64 * args.n_experts, plan.ep, 1)  # a replay has them already
+            messages["ep"] = links.exchange(size, plan.ep, 1).times(2 * (1 + forwards)).and_then(counts)
+        if has_experts and args.aux_loss_weight and plan.cp * plan.tp > 1:  # the ranks of a sequence
+            both = "ep" if plan.ep == plan.cp * plan.tp else "sequence"  # axes with the same ranks have one name
+            axis = both if plan.cp > 1 and plan.tp > 1 else "cp" if plan.cp > 1 else "tp"
+            counts = links.all_reduce(INT64 * args.n_experts * plan.microbatch, plan.cp * plan.tp, 1)
+            messages[axis] = messages.get(axis, MessageTime()).and_then(counts.times(forwards))
         turns = self.turns(plan)
         return {axis: message.times(turns) for axis, message in messages.items()}
+
+    def _region_border(self, plan: Plan, tokens: float) -> MessageTime:
+        """Return the time to gather the inputs of a tensor-parallel region, and to sum its results."""
+        size, links = self.workload.compute_bytes * self.workload.args.dim * tokens, self.links_of(plan)
+        return links.gather(size, plan.tp, 1).and_then(links.gather(size, plan.tp, 1, kind="reduce_scatter"))
+
+    def of_ends(self, plan: Plan, tokens: float, embedding: bool, head: bool) -> MessageTime:
+        """Return the messages of tensor parallel at the embedding and the head in forward and backward.
+
+        The loss needs the largest logit of each token, and then the sum of their powers and the logit of its label.
+        """
+        if plan.tp == 1:
+            return MessageTime()
+        links, pieces = self.links_of(plan), self.workload.loss_pieces(plan)
+        frozen = self.workload.base is not None  # the embedding needs no gradient then
+        messages = self._region_border(plan, tokens).times(embedding * (0.5 if frozen else 1) + head)
+        if head:
+            messages = messages.and_then(links.all_reduce(3 * FLOAT32 * tokens, plan.tp, 1, 2 * pieces))
+        return messages.times(self.turns(plan))
+
+    def sum_partial_gradients(self, plan: Plan, weights: WeightCounts) -> MessageTime:
+        """Return the time to sum the gradients of which each tensor-parallel rank has a part: in each pass, or in a
+        pipeline at its end.
+        """
+        size = self.workload.reduced_bytes if plan.pp > 1 else self.workload.compute_bytes
+        sums = self.links_of(plan).all_reduce(size * weights.partial, plan.tp, 1, weights.partial_parameters)
+        return sums.times(self.turns(plan))
+
+    def exposed_of_tp(self, messages: MessageTime) -> float:
+        """Return the seconds that a rank waits for messages of tensor parallel that no product hides."""
+        return self.calibration.factor("tp") * self._exposed("tp") * messages.seconds
 
     def waited(self, plan: Plan, has_experts: bool, tokens: float, replayed: float) -> Parts:
         """Return the seconds of the messages of `of_block` that a rank waits for."""
@@ -346,7 +390,9 @@ class MessageTimer:
         factor, exposed = self.calibration.factor, self._exposed
         shares = {"tp": factor(tp) * exposed(tp), "cp": exposed("cp"), "ep": factor("ep") * exposed(overlapped_ep)}
         messages = self.of_block(plan, has_experts, tokens, replayed)
-        return Parts({axis: shares[axis] * message.seconds for axis, message in messages.items()})
+        waits = Parts({axis: shares[axis] * messages[axis].seconds for axis in shares if axis in messages})
+        waits["tp"] += shares["tp"] * messages.get("sequence", MessageTime()).seconds
+        return waits
 
     def _attention_messages(self, plan: Plan, tokens: float) -> tuple[MessageTime, MessageTime]:
         """Return the messages of context parallel in forward and backward, without those that backward replays.
@@ -357,11 +403,12 @@ class MessageTimer:
         """
         args, b, links = self.workload.args, self.workload.compute_bytes, self.links_of(plan)
         heads, key_heads = args.n_heads // plan.tp, max(1, getattr(args, "num_kv_heads", args.n_heads) // plan.tp)
-        values = b * tokens * getattr(args, "head_dim", 128)
+        is_latent = hasattr(args, "kv_lora_rank")
+        widths = args.qk_head_dim + args.v_head_dim if is_latent else 2 * args.head_dim  # of a key and a value
         if plan.cp_method == "ulysses":
-            message = links.exchange(values * 2 * (heads + lcm(key_heads, plan.cp)), plan.cp, plan.tp, 2)
+            message = links.exchange(b * tokens * widths * (heads + lcm(key_heads, plan.cp)), plan.cp, plan.tp, 2)
             return message, message
-        size = values * 2 * getattr(args, "num_kv_heads", args.n_heads) / plan.tp
+        size = b * tokens * widths * getattr(args, "num_kv_heads", args.n_heads) / plan.tp
         if plan.cp_method in RINGS:
             message = links.send(size * (plan.cp - 1), plan.tp * plan.cp, plan.cp - 1)
             return message, message.times(3)  # their gradients too, in float32
@@ -377,19 +424,20 @@ class MessageTimer:
 
     # FSDP
 
-    def blocks_of_a_rank(self, plan: Plan) -> float:
-        return max(1.0, self.workload.args.n_layers / plan.pp)
-
-    def gather_weights(self, plan: Plan, dense: float, experts: float, inner: int = 0) -> MessageTime:
-        """Return the time to gather `dense` bytes and `experts` weights.
+    def gather_weights(
+        self, plan: Plan, dense: float, weights: WeightCounts, units: float, inner: int = 0
+    ) -> MessageTime:
+        """Return the time to gather `dense` bytes in so many units, and the experts of `weights`.
 
         `inner`: number of ranks that share a second copy; 0 to gather from all shards.
         """
-        blocks, links = self.blocks_of_a_rank(plan), self.links_of(plan)
-        message = links.gather(dense, inner or plan.shards * plan.cp, plan.tp, blocks)
-        group = inner if inner and plan.ep == 1 else plan.expert_shards  # other experts have no second copy
-        stride = max(plan.tp, plan.ep)
-        message = message.and_then(links.gather(self.workload.weight_bytes * experts, group, stride, blocks))
+        links, experts = self.links_of(plan), self.workload.weight_bytes * self._sent_experts(plan, weights)
+        group = inner or plan.shards * plan.cp
+        if not weights.expert_units:
+            message = links.gather(dense + experts, group, plan.tp, units)
+        else:  # other experts have no second copy
+            message = links.gather(dense, group, plan.tp, units)
+            message = message.and_then(links.gather(experts, plan.expert_shards, plan.ep, weights.expert_units))
         return message.times(self.turns(plan))
 
     def reduce_gradients(self, plan: Plan, weights: WeightCounts) -> MessageTime:
@@ -397,28 +445,55 @@ class MessageTimer:
 
         Quantized reductions are all-to-alls, in two hops where there are second shards.
         """
-        workload, blocks, links = self.workload, self.blocks_of_a_rank(plan), self.links_of(plan)
+        workload, links = self.workload, self.links_of(plan)
         size = workload.message_bytes(workload.reduce_bits, workload.reduced_bytes)
         inner = 1 if isinstance(workload.reshard, str) else workload.reshard
+        units, of_experts = weights.blocks + self._trained_ends(weights), self._sent_experts(plan, weights)
 
-        def hops(numbers: float, group: float, stride: int, inner: int) -> MessageTime:
+        def hops(numbers: float, units: float, group: float, stride: int, inner: int) -> MessageTime:
             if not workload.reduce_bits:
-                return links.gather(size * numbers, group, stride, blocks, "reduce_scatter")
-            messages = blocks * max(1, ceil(numbers / blocks / PIECE))
+                return links.gather(size * numbers, group, stride, units, "reduce_scatter")
+            messages = units * max(1, ceil(numbers / units / PIECE))
             if inner == 1:
                 return links.exchange(size * numbers, group, stride, messages)
             first = links.exchange(size * numbers, inner, stride, messages)
             return first.and_then(links.exchange(size * numbers / inner, group / inner, stride * inner, messages))
 
-        dense = hops(weights.dense, plan.shards * plan.cp, plan.tp, inner)
-        experts = hops(weights.experts, plan.expert_shards, max(plan.tp, plan.ep), inner if plan.ep == 1 else 1)
-        return dense.and_then(experts).times(self.turns(plan))
-
-    def sum_replicas(self, plan: Plan, stored: float) -> MessageTime:
-        """Return the time to sum the gradients of `stored` weights over replicas."""
-        size, stride = self.workload.reduced_bytes * stored, plan.tp * plan.cp * plan.shards
-        message = self.links_of(plan).all_reduce(size, plan.replicas, stride, self.blocks_of_a_rank(plan))
+        if not weights.expert_units:
+            message = hops(weights.dense + of_experts, units, plan.shards * plan.cp, plan.tp, inner)
+        else:
+            message = hops(weights.dense, units, plan.shards * plan.cp, plan.tp, inner)
+            message = message.and_then(hops(of_experts, weights.expert_units, plan.expert_shards, plan.ep, 1))
         return message.times(self.turns(plan))
+
+    def _sent_experts(self, plan: Plan, weights: WeightCounts) -> float:
+        """Return a rank's weights of experts in FSDP's messages: it splits stacks by experts, padded to its ranks."""
+        number, group = getattr(self.workload.args, "n_experts", 1), plan.shards * plan.cp
+        return weights.experts * (1.0 if plan.ep > 1 else ceil(number / group) * group / number)
+
+    def _trained_ends(self, weights: WeightCounts) -> float:
+        return weights.ends * (self.workload.base is None)
+
+    def sum_replicas(self, plan: Plan, weights: WeightCounts) -> MessageTime:
+        """Return the time to sum the gradients of a rank's shards over replicas."""
+        experts, stride = self._sent_experts(plan, weights) / plan.expert_shards, plan.tp * plan.cp * plan.shards
+        size = self.workload.reduced_bytes * (weights.dense / (plan.shards * plan.cp) + experts)
+        units = weights.blocks + weights.expert_units + self._trained_ends(weights)
+        return self.links_of(plan).all_reduce(size, plan.replicas, stride, units).times(self.turns(plan))
+
+    def small_sums(self, plan: Plan, weights: WeightCounts, stages: int) -> dict[str, MessageTime]:
+        """Return the sums of a few numbers in a step: of the gradients' norm and, by stage, of the load of experts."""
+        args, shards, links = self.workload.args, plan.shards * plan.cp, self.links_of(plan)
+        has_experts = weights.experts > 0
+        loads = stages * has_experts * (1 + (getattr(args, "aux_loss_weight", 0) > 0))
+        size = INT64 * weights.blocks * getattr(args, "n_experts", 0) * has_experts
+        return {
+            "fsdp": links.all_reduce(FLOAT32 + size, shards, plan.tp, 1 + (plan.tp > 1) + loads),
+            "tp": links.all_reduce(FLOAT32 + size, plan.tp, 1, 1 + loads),
+            "replicas": links.all_reduce(size, plan.replicas, plan.tp * shards, loads),
+            "pp": links.all_reduce(FLOAT32, plan.pp, plan.gpus // plan.pp),
+            "ep": links.all_reduce(FLOAT32 * (weights.expert_units > 0), plan.ep, 1),
+        }
 
     def exposed_beside(self, message: MessageTime, computed: float) -> float:
         """Return the seconds that messages add to `computed` seconds of computation, during which they travel.

@@ -197,10 +197,11 @@ class StepTimer:
             self.messages.links_of(plan).machine,
         )
         if key not in self._blocks:
-            self._blocks[key] = self._block(plan, self.workload.kinds[kind], replayed)
+            self._blocks[key] = self._block(plan, kind, replayed)
         return self._blocks[key]
 
-    def _block(self, plan: Plan, sizes: Sizes, replayed: float) -> BlockTime:
+    def _block(self, plan: Plan, kind: int, replayed: float) -> BlockTime:
+        sizes = self.workload.kinds[kind]
         tokens = plan.microbatch * self.workload.seq_len / plan.cp
         local_tokens = tokens / plan.tp
         slowdown = self.hardware.slowdown(plan.gpus)
@@ -227,20 +228,34 @@ class StepTimer:
             unpacked=unpacked,
             replay=replay,
             waited=self.messages.waited(plan, STACK in sizes, tokens, replayed),
-            weights=self._block_weights(plan, sizes),
+            weights=self._block_weights(plan, kind),
         )
 
-    def _block_weights(self, plan: Plan, sizes: Sizes) -> WeightCounts:
+    def _block_weights(self, plan: Plan, kind: int) -> WeightCounts:
         """Return a block's weights on a rank, before FSDP shards them."""
-        if base := self.workload.base:
-            return WeightCounts(base.added(sizes, plan.tp), 0.0, base.frozen(sizes, plan.tp, 0.0).gathered)
-        dense = sum(
-            outputs * inputs / (1 if split_side(name) is None else plan.tp)
-            for name, (outputs, inputs) in sizes.items()
-            if name != STACK
-        )
+        sizes = self.workload.kinds[kind]
+        if base := self.workload.base:  # of a layer that is split, one of both matrices is on all ranks
+            replicated = [
+                base.options.rank * (i if split_side(name) == 0 else o) for name, (o, i) in base.adapted(sizes).items()
+            ]
+            frozen = base.frozen(sizes, plan.tp, 0.0).gathered
+            return WeightCounts(
+                base.added(sizes, plan.tp), 0.0, frozen, partial=sum(replicated), partial_parameters=len(replicated)
+            )
+        split = {name: outputs * inputs for name, (outputs, inputs) in sizes.items() if split_side(name) is not None}
+        full = {name: outputs * inputs for name, (outputs, inputs) in sizes.items() if name not in split | {STACK: 0}}
         outputs, inputs = sizes.get(STACK, (0, 0))
-        return WeightCounts(dense, 3 * outputs * inputs * getattr(self.workload.args, "n_experts", 0) / plan.ep)
+        experts = 3 * outputs * inputs * getattr(self.workload.args, "n_experts", 0) / plan.ep
+        travel = plan.ep > 1 and STACK in sizes
+        summed = 0.0 if travel else experts  # all ranks have all experts and other tokens
+        other_sizes = self.workload.partial_others[kind]
+        return WeightCounts(
+            dense=sum(split.values()) / plan.tp + sum(full.values()),
+            experts=experts,
+            expert_units=float(travel),
+            partial=sum(full.values()) + sum(other_sizes) + summed,
+            partial_parameters=len(full) + len(other_sizes) + 3 * (summed > 0),
+        )
 
     def head(self, plan: Plan) -> tuple[float, float]:
         """Return the seconds of the output head's product and of the loss for one microbatch, in forward.
@@ -258,14 +273,25 @@ class StepTimer:
         logits = slowdown * self._moved(passes * 12 * tokens * args.vocab_size / plan.tp + sums)
         return product, logits
 
-    def _sum(self, plan: Plan, stages: Iterable[Counter[int]], with_head: bool, replayed: float | None = None) -> Parts:
-        """Return the seconds of these stages for one microbatch by part. `replayed`: as of `blocks`."""
+    def waited_at_ends(self, plan: Plan, embedding: bool, head: bool) -> float:
+        """Return the seconds that tensor-parallel ranks wait at the embedding and the head for one microbatch."""
+        tokens = plan.microbatch * self.workload.seq_len / plan.cp
+        return self.messages.exposed_of_tp(self.messages.of_ends(plan, tokens, embedding, head))
+
+    def _sum(
+        self, plan: Plan, stages: Iterable[Counter[int]], embedding: bool, head: bool, replayed: float | None = None
+    ) -> Parts:
+        """Return the seconds of these stages for one microbatch by part. `replayed`: as of `blocks`.
+
+        `embedding`, `head`: True if they are among the stages.
+        """
         parts = Parts()
         for stage in stages:
             for block, count in self.blocks(plan, stage, replayed):
                 for name, seconds in block.parts.items():
                     parts[name] += count * seconds
-        if with_head:
+        parts["tp"] += self.waited_at_ends(plan, embedding, head)
+        if head:
             product, logits = self.head(plan)
             parts["products"] += (2 + (self.workload.base is None)) * product
             parts["memory"] += 2 * logits
@@ -285,16 +311,17 @@ class StepTimer:
 
         A pipeline has a copy of tied embeddings at both ends.
         """
-        stages = self.stages(plan)
+        stages, args, is_last = self.stages(plan), self.workload.args, len(self.stages(plan)) - 1 in numbers
         blocks = [block for number in numbers for block in self.blocks(plan, stages[number])]
-        has_head = len(stages) - 1 in numbers and (plan.pp > 1 or not self.workload.args.tied_embeddings)
-        ends = self.workload.embedding_size / plan.tp * ((0 in numbers) + has_head)
-        dense, experts, frozen = (
-            sum(count * getattr(block.weights, field) for block, count in blocks) for field in WeightCounts._fields
-        )
+        units = (0 in numbers) + (is_last and (plan.pp > 1 or not args.tied_embeddings))
+        ends = self.workload.embedding_size / plan.tp * units
+        total = WeightCounts(
+            *(sum(count * getattr(block.weights, field) for block, count in blocks) for field in WeightCounts._fields)
+        )._replace(ends=units)
         if self.workload.base is not None:
-            return WeightCounts(dense, experts, frozen + self.workload.weight_bytes * ends)
-        return WeightCounts(dense + ends, experts)
+            return total._replace(frozen_bytes=total.frozen_bytes + self.workload.weight_bytes * ends)
+        with_norm = {"partial": total.partial + args.dim, "partial_parameters": total.partial_parameters + 1}
+        return total._replace(dense=total.dense + ends, **(with_norm if is_last else {}))
 
     def stored(self, plan: Plan, weights: WeightCounts) -> float:
         """Return the number of the weights that this rank stores, as FSDP spreads them."""
@@ -306,7 +333,7 @@ class StepTimer:
         """Predict a step, with a lower bound of a pipeline's bubble. `with_fsdp`: with what does not hide of FSDP."""
         if plan.pp > 1:
             return self.finished(plan, self._pipeline_parts(plan), with_fsdp)
-        parts = self._sum(plan, self.stages(plan), with_head=True)
+        parts = self._sum(plan, self.stages(plan), embedding=True, head=True)
         return self.finished(plan, parts, with_fsdp)
 
     def _pipeline_parts(self, plan: Plan) -> Parts:
@@ -336,7 +363,7 @@ class StepTimer:
     def least_seconds(self, layout: Plan) -> float:
         """Return a lower bound of a step for all schedules and replicas: an even share of the blocks, no bubble."""
         fastest = replace(layout, overlap_experts=layout.pp > 1 and layout.ep > 1)
-        parts = self._sum(fastest, [self.all_blocks], with_head=True, replayed=layout.replayed_share())
+        parts = self._sum(fastest, [self.all_blocks], embedding=True, head=True, replayed=layout.replayed_share())
         seconds = parts.total() * layout.microbatches * layout.passes / layout.pp
         return seconds * (1 + self._straggling(layout))
 
@@ -347,17 +374,18 @@ class StepTimer:
     def rank_time(self, plan: Plan, rank: int) -> Parts:
         """Return the seconds of a pipeline rank's stages for one microbatch, by part."""
         stages, numbers = self.stages(plan), plan.stages_of_rank(rank)
-        return self._sum(plan, [stages[number] for number in numbers], len(stages) - 1 in numbers)
+        return self._sum(plan, [stages[number] for number in numbers], 0 in numbers, len(stages) - 1 in numbers)
 
     def finished(self, plan: Plan, parts: Parts, with_fsdp: bool = True, simulated: bool = False) -> StepTime:
         """Return the time of a step by the parts of a batch, with FSDP, gradients of replicas and the optimizer."""
         weights = self.rank_weights(plan)
-        memory = parts["memory"] + self._accumulated(plan, weights)
-        parts = Parts({name: seconds * plan.passes for name, seconds in (parts | {"memory": memory}).items()})
+        of_batch = {"memory": parts["memory"] + self._accumulated(plan, weights)}
+        of_batch["tp"] = parts["tp"] + self.messages.exposed_of_tp(self.messages.sum_partial_gradients(plan, weights))
+        parts = Parts({name: seconds * plan.passes for name, seconds in (parts | of_batch).items()})
         local = self.stored(plan, weights)
         computed = sum(parts[name] for name in COMPUTED)
         if with_fsdp:
-            replicas = self.messages.sum_replicas(plan, local)
+            replicas = self.messages.sum_replicas(plan, weights)
             parts["fsdp"] = self._fsdp(plan, weights, computed)
             parts["fsdp"] += self.messages.exposed_beside(replicas, computed / 2)  # in the backward
         slowdown = self.hardware.slowdown(plan.gpus)
@@ -419,6 +447,9 @@ class StepTimer:
                     for part in zip(*blocks, strict=True)
                 )
             forward, input_grad, weight_grad = of_blocks[content]
+            if number in (0, len(stages) - 1):
+                waited = self.waited_at_ends(plan, number == 0, number == len(stages) - 1)
+                forward, input_grad = forward + waited / 2, input_grad + waited / 2
             if number == len(stages) - 1:
                 product, logits = self.head(plan)
                 forward, input_grad = forward + product + logits, input_grad + product + logits
@@ -459,10 +490,10 @@ class StepTimer:
         if workload.gathers_once:
             passes, again = 1, False
         dense = self._gathered(weights)
-        messages = self.messages.gather_weights(plan, dense, weights.experts)
+        messages = self.messages.gather_weights(plan, dense, weights, weights.blocks + weights.ends)
         if again and plan.pp == 1:
             blocks, inner = dense - workload.ends_bytes / plan.tp, 0 if isinstance(again, bool) else again
-            messages = messages.and_then(self.messages.gather_weights(plan, blocks, weights.experts, inner))
+            messages = messages.and_then(self.messages.gather_weights(plan, blocks, weights, weights.blocks, inner))
         return messages.and_then(self.messages.reduce_gradients(plan, weights)).times(passes)
 
     def messages_of_step(self, plan: Plan, rank: int | None = None) -> dict[str, MessageTime]:
@@ -480,16 +511,21 @@ class StepTimer:
         sends = sum(near not in numbers for near in neighbors)  # results forward, their gradients backward
         sent = {
             "fsdp": self._gathers(plan, weights),
-            "replicas": self.messages.sum_replicas(plan, self.stored(plan, weights)),
+            "replicas": self.messages.sum_replicas(plan, weights),
             "pp": self.messages.send(plan, sends * count) if sends else MessageTime(),
         }
+        sums = self.messages.sum_partial_gradients(plan, weights).times(plan.passes)
         tokens = plan.microbatch * self.workload.seq_len / plan.cp
+        ends = self.messages.of_ends(plan, tokens, 0 in numbers, len(stages) - 1 in numbers)
+        sent["tp"] = ends.times(count).and_then(sums)
         for stage in (stages[number] for number in numbers):
             replayed = plan.replayed_share(stage.total())
             for kind, blocks in stage.items():
                 has_experts = STACK in self.workload.kinds[kind]
                 for axis, message in self.messages.of_block(plan, has_experts, tokens, replayed).items():
                     sent[axis] = sent.get(axis, MessageTime()).and_then(message.times(blocks * count))
+        for axis, message in self.messages.small_sums(plan, weights, len(numbers)).items():
+            sent[axis] = sent.get(axis, MessageTime()).and_then(message)
         return {axis: message for axis, message in sent.items() if message.seconds}
 
     def _copied(self, plan: Plan, weights: WeightCounts, dense: float, experts: float) -> float:

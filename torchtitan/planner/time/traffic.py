@@ -56,6 +56,8 @@ class Exchange:
     """Numbers of this rank's part, or of the tensor to reduce."""
     peer: int | None = None
     """Global rank of the other end of a message between two."""
+    by_fsdp: bool = False
+    """True for a message of weights or their gradients. Those of other axes are functional collectives."""
 
 
 class Traffic(OperatorMode):
@@ -91,7 +93,8 @@ class Traffic(OperatorMode):
         if peers:
             peer = group[args[2]] if kind in ("send", "receive") else None
             elements = sum(tensor.numel() for tensor in tensors)
-            self.exchanges.append(Exchange(kind, group, sent, tensors[0].dtype, elements, peer))
+            by_fsdp = op.namespace == "c10d" and kind in ("all_gather", "reduce_scatter")
+            self.exchanges.append(Exchange(kind, group, sent, tensors[0].dtype, elements, peer, by_fsdp))
 
     @staticmethod
     def _to_others(args: Any, tensor: torch.Tensor, group: Group) -> Fraction:
@@ -101,11 +104,16 @@ class Traffic(OperatorMode):
         return Fraction(tensor.nbytes * outgoing, max(1, sum(splits)))
 
     def totals(self, axes: Mapping[str, Group] | None = None) -> dict[tuple[str, Any], tuple[int, Fraction]]:
-        """Return {(kind, axis): (calls, bytes)}. `axes`: name -> ranks; other groups are keyed by their ranks."""
+        """Return {(kind, axis): (calls, bytes)}. `axes`: name -> ranks; other groups are keyed by their ranks.
+
+        Of axes with the same ranks the last name counts, but for messages of FSDP its own.
+        """
         names = {tuple(ranks): axis for axis, ranks in (axes or {}).items()}
+        fsdp = (axes or {}).get("fsdp")
         sums: dict[tuple[str, Any], tuple[int, Fraction]] = defaultdict(lambda: (0, Fraction(0)))
         for exchange in self.exchanges:
-            key = exchange.kind, names.get(exchange.group, exchange.group)
+            is_fsdp = exchange.by_fsdp and exchange.group == fsdp
+            key = exchange.kind, "fsdp" if is_fsdp else names.get(exchange.group, exchange.group)
             calls, sent = sums[key]
             sums[key] = calls + 1, sent + exchange.sent
         return dict(sums)
