@@ -12,6 +12,8 @@ from tests.support.hf_parity import build, tokens_for
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import GATED
 from torchtitan.adapters import peft_folder
+from torchtitan.adapters.low_rank import LoRA
+from torchtitan.adapters.targets import misfits
 from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.random_draws import Constant, Normal, Uniform
 from torchtitan.models import SIZES
@@ -124,6 +126,21 @@ def test_ranks_that_share_a_group_equal_one_device():
     for ours, of_ranks in run_ranks(4, of_four_ranks, args):
         torch.testing.assert_close(ours, logits)
         torch.testing.assert_close(of_ranks, gradients)
+
+
+def test_the_rank_of_an_adapter_may_exceed_the_number_of_heads():
+    """Their steps are a few rows of one matrix in Hugging Face's models."""
+    options = Options(kind="lora", rank=6, target=["*ssm_dt"])
+    assert not list(misfits(TINY.attention_linears(0), options))
+    assert list(misfits(TINY.attention_linears(0), dataclasses.replace(options, target=["*ssm_b"], rank=11)))
+    model = build(FalconH1, TINY)
+    LoRA(options).install(model, PLAN)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            torch.nn.init.normal_(parameter)
+    model(tokens_for(TINY)).square().sum().backward()
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    assert len(trained) == 2 * TINY.n_layers and all(parameter.grad.any() for parameter in trained)
 
 
 def test_an_adapter_that_peft_refuses_warns(tmp_path, caplog):

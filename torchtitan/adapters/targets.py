@@ -78,7 +78,9 @@ def misfits(linears: Mapping[str, tuple[int, int]], options: Options) -> Iterato
         yield Misfit(
             "adapter.lora_only", allowed, "stacks of experts and the head keep their matrices: leave these out"
         )
-    narrow = {name: min(linears[name]) for name in chosen if min(linears[name]) < options.rank}
+    # steps of Mamba are a few rows of a wide joint matrix in Hugging Face's models, whose pair has this rank
+    sides = {name: min(linears[name]) for name in chosen if not name.endswith(".ssm_dt")}
+    narrow = {name: side for name, side in sides.items() if side < options.rank}
     if narrow:
         name = min(narrow, key=narrow.get)
         allowed = f"at most {narrow[name]}, the smaller side of {name}: a higher rank adds nothing"
