@@ -97,6 +97,23 @@ def test_a_loss_that_reads_samples_gets_them_whole():
     assert SummedCrossEntropy().join_documents(without) is without
 
 
+class AllLogits(SummedCrossEntropy):
+    """Reads the logits of tokens without a label too."""
+
+    def compute_loss(self, head, hidden, *targets):
+        return super().compute_loss(head, hidden, *targets) + head(hidden).square().sum()
+
+
+def test_a_loss_of_all_logits_gets_all_tokens_unless_it_says_otherwise():
+    hidden, head, labels = example()
+    labels[:, ::2] = IGNORE_INDEX
+    squares = head(hidden).square().sum() - head(hidden[labels == IGNORE_INDEX]).square().sum() * torch.arange(2)
+    declared = type("Declared", (AllLogits,), {"leaves_out": True, "compute_loss": AllLogits.compute_loss})
+    for kind, value in zip((AllLogits, declared), squares, strict=True):
+        torch.testing.assert_close(kind()(hidden, head, {"labels": labels}), reference(hidden, head, labels) + value)
+    assert AllLogits().join_documents(batch := documents(0)) is batch
+
+
 @pytest.mark.parametrize("num_chunks", [1, 2, 5, 18, 50])
 def test_values_and_gradients_do_not_depend_on_the_number_of_chunks(num_chunks):
     hidden, head, labels = example()
@@ -278,7 +295,7 @@ class Doubled(nn.Linear):
 
 
 class CountedChunks(SummedCrossEntropy):
-    chunks = 0
+    chunks, leaves_out = 0, True
 
     def compute_loss(self, head, hidden, *targets):
         self.chunks += 1

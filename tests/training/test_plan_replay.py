@@ -133,8 +133,9 @@ def test_batches_that_a_plan_pads_to_other_lengths_are_equal(tmp_path, capsys):
     options = {"training__local_batch_size": 2, "training__seq_len": 256, "model__overrides": jobs.SHALLOW}
     options |= {"task__kind": "sft", "training__format": "alpaca", "data__packing": "off"}
     jobs.train(jobs.arguments(tmp_path / "run", tmp_path / "records.jsonl", **OPTIONS | options))
-    assert cli.main(["replay", str(tmp_path / "run"), "--step=3", "--under", "dp_shard=2"]) == 0
-    assert "outputs    17 of 17 modules" in capsys.readouterr().out
+    for plan in ("dp_shard=2", "tp=2"):  # which would leave out none of the tokens without a label
+        assert cli.main(["replay", str(tmp_path / "run"), "--step=3", "--under", plan]) == 0
+        assert "outputs    17 of 17 modules" in capsys.readouterr().out
 
 
 def test_steps_of_which_no_module_was_compared_are_not_equal():

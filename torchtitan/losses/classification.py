@@ -15,6 +15,8 @@ from torchtitan.losses.objective import IGNORE_INDEX, SummedCrossEntropy, summed
 class ClassCrossEntropy(SummedCrossEntropy):
     """Cross-entropy of class logits [B, S, C] at the tokens that have a label in labels [B, S]."""
 
+    leaves_out = True
+
     def __init__(self, num_chunks: int = 1):
         super().__init__(num_chunks)
         self.confusion: torch.Tensor | None = None  # [C C], flattened: true class by predicted class

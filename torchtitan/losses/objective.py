@@ -49,6 +49,9 @@ class Objective(nn.Module):
     """Batch tensors that only the loss reads, [B, S] or [B]. All are split into microbatches along B."""
     measured: tuple[str, ...] = ()
     """Names of the metrics that it measures in training in addition to the loss."""
+    leaves_out = False
+    """True if `rows`, `compute_loss` and `forward` of the class that sets it give a token without a label no part in the
+    loss, so that it may be left out. An instance may set False."""
 
     def __init__(self, num_chunks: int = 1):
         """`num_chunks`: 0 chooses it for each batch by the size of its logits; forward then raises ValueError unless
@@ -135,6 +138,8 @@ class Objective(nn.Module):
 class SummedCrossEntropy(Objective):
     """Cross-entropy of the next token, given by labels [B, S]; IGNORE_INDEX marks tokens without a loss."""
 
+    leaves_out = True
+
     def count(self, batch: Batch) -> int:
         return int((batch["labels"] != IGNORE_INDEX).sum())
 
@@ -146,17 +151,16 @@ class SummedCrossEntropy(Objective):
 
         Ranks that share the vocabulary exchange numbers of all tokens, as is predicted.
         """
-        if type(self).rows is not SummedCrossEntropy.rows or isinstance(getattr(head, "weight", None), DTensor):
+        if not self._may_leave_out(rows[-1]) or isinstance(getattr(head, "weight", None), DTensor):
             return rows
         hidden, labels = rows
-        chosen = _chosen(labels != IGNORE_INDEX) if _may_choose(labels) else None
+        chosen = _chosen(labels != IGNORE_INDEX)
         return rows if chosen is None else (hidden.index_select(0, chosen), labels[chosen])
 
     def join_documents(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Leave out documents without a label, such as padding: they have no part in the loss."""
         documents = batch.get("document_ids")
-        is_overridden = type(self).rows is not SummedCrossEntropy.rows or type(self).forward is not Objective.forward
-        if is_overridden or documents is None or not _may_choose(documents):
+        if documents is None or not self._may_leave_out(documents):
             return batch
         if any(x.shape != documents.shape for x in batch.values()):
             return batch
@@ -169,6 +173,14 @@ class SummedCrossEntropy(Objective):
             return batch
         joined = {name: x.flatten()[chosen][None] for name, x in batch.items()}
         return joined | {"document_ids": numbers[chosen][None]}
+
+    def _may_leave_out(self, integers: torch.Tensor) -> bool:
+        """Return True if tokens may be left out by these integers, of any shape. A subclass with another loss has to
+        repeat `leaves_out`."""
+        declaring = next(cls for cls in type(self).__mro__ if "leaves_out" in vars(cls))
+        names = ("rows", "compute_loss", "forward")
+        is_declared = all(getattr(type(self), name) is getattr(declaring, name) for name in names)
+        return self.leaves_out and is_declared and _may_choose(integers)
 
     def compute_loss(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
         return summed_cross_entropy(head(hidden), *targets)

@@ -183,6 +183,9 @@ def rank_step(name: str, config: JobConfig, step: int, folder: Path) -> RankStep
     ranks of PLAN read them.
     """
     is_reference, trainer = name == REFERENCE, Trainer(config, read_ranks())
+    for part in trainer.model.parts:
+        if part.loss is not None:
+            part.loss.leaves_out = False  # which tokens are left out depends on the plan
     first = trainer.current_step + 1
     if is_reference:
         make_steps_before(trainer, step)
