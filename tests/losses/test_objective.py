@@ -93,6 +93,8 @@ def test_a_loss_that_reads_samples_gets_them_whole():
     batch = documents(0)
     assert OfSamples().join_documents(batch) is batch
     assert SummedCrossEntropy().join_documents({**batch, "column": torch.zeros(3)})["tokens"] is batch["tokens"]
+    again = {**batch, "document_ids": batch["document_ids"] % 2}
+    assert SummedCrossEntropy().join_documents(again) is again
     without = {**batch, "labels": torch.full_like(batch["labels"], IGNORE_INDEX)}
     assert SummedCrossEntropy().join_documents(without) is without
 

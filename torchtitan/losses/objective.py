@@ -50,8 +50,8 @@ class Objective(nn.Module):
     measured: tuple[str, ...] = ()
     """Names of the metrics that it measures in training in addition to the loss."""
     leaves_out = False
-    """True if `rows`, `compute_loss` and `forward` of the class that sets it give a token without a label no part in the
-    loss, so that it may be left out. An instance may set False."""
+    """True if `rows`, `compute_loss` and `forward` of the class that sets it give a token without a label no part in
+    the loss, so that it may be left out. An instance may set False."""
 
     def __init__(self, num_chunks: int = 1):
         """`num_chunks`: 0 chooses it for each batch by the size of its logits; forward then raises ValueError unless
@@ -162,8 +162,8 @@ class SummedCrossEntropy(Objective):
         documents = batch.get("document_ids")
         if documents is None or not self._may_leave_out(documents):
             return batch
-        if any(x.shape != documents.shape for x in batch.values()):
-            return batch
+        if any(x.shape != documents.shape for x in batch.values()) or bool((documents.diff() < 0).any()):
+            return batch  # a number that comes again would be another document here; kernels refuse it
         begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
         numbers = begins.flatten().cumsum(0) - 1  # of documents, [B S]
         has_label = torch.zeros_like(numbers, dtype=torch.bool)
