@@ -52,8 +52,9 @@ from torchtitan.training.trainer import Trainer
 
 SEQ_LEN, BATCH = 256, 4
 THREADS = 1
-ON_HOST = ("count", "not_finite")
-"""Functions of the trainer that read values on the host: labels before the transfer; the norm, on a CPU only."""
+ON_HOST = ("count", "_chosen", "not_finite")
+"""Functions of the trainer that read values on the host: labels before the transfer; labels again, to leave out tokens
+without one, and the norm on a CPU only."""
 
 
 def arguments(folder: Path, **options: object) -> list[str]:

@@ -30,7 +30,7 @@ def check_real_size(cell: str, tokens: int | None, steps: int) -> None:
     """Check a cell of bench_real_sizes.py; without `tokens` of a unit it has no rate."""
     seconds, *rates, peak, program = (float(text.split()[0]) for text in cell.split(", "))
     assert rates == ([] if tokens is None else [pytest.approx(tokens / seconds, rel=0.05)])
-    assert 0.1 < peak < 4 and program > steps * seconds > 0
+    assert 0.1 < peak < 4 and program > steps * seconds - 0.5 and seconds > 0  # the program's are whole ones
 
 
 def test_real_sizes_are_measured_next_to_a_peer():

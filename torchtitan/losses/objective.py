@@ -160,7 +160,7 @@ class SummedCrossEntropy(Objective):
     def join_documents(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Leave out documents without a label, such as padding: they have no part in the loss."""
         documents = batch.get("document_ids")
-        if documents is None or not self._may_leave_out(documents):
+        if documents is None or not (self._may_leave_out(documents) and self._may_leave_out(batch["labels"])):
             return batch
         if any(x.shape != documents.shape for x in batch.values()) or bool((documents.diff() < 0).any()):
             return batch  # a number that comes again would be another document here; kernels refuse it
