@@ -216,6 +216,7 @@ LONG = {"type": "longrope", "short_factor": [1.0, 1.0, 2.0, 3.0], "long_factor":
         ("phi3", {"rope_scaling": LONG, "original_max_position_embeddings": 1}, "_embeddings = 1; allowed: at least 2"),
         ("phi3", {"rope_scaling": LONG, "head_dim": 16}, "head_dim = 16 with longrope; allowed: hidden_size / num_at"),
         ("phi3", {"rope_scaling": LONG, "rope_parameters": LONG | {"factor": 9.0}}, "rotary positions: .* must be eq"),
+        ("phi3", {"rope_scaling": {"type": "default"}, "rope_parameters": LONG}, "rotary positions: .* must be equal"),
         ("phi3", {"rope_scaling": LONG | {"attention_factor": -1.0}}, "attention_factor = -1.0; allowed: from 0.001"),
         ("phi3", {"rope_scaling": {"type": "linear", "factor": 2.0}}, "of type 'linear': transformers' Phi 3 only has"),
         ("phi3", {"resid_pdrop": None}, "resid_pdrop = None; allowed: a finite number"),

@@ -126,15 +126,18 @@ def _split_longrope(config: dict[str, Any]) -> tuple[dict[str, Any], LongRope | 
     """Return a config with plain rotary positions, and the factors of others."""
     tables = {name: config[name] for name in ("rope_scaling", "rope_parameters") if config.get(name)}
     kinds = ("longrope", "su", "yarn")  # one kind, under three names
-    tables = {
+    scaled = {
         name: table
         for name, table in tables.items()
         if isinstance(table, Mapping) and table.get("rope_type", table.get("type")) in kinds
     }
-    factors = {name: _long_factors(table, config) for name, table in tables.items()}
+    if not scaled:
+        return config, None
+    # another table beside it contradicts it
+    factors = {name: _long_factors(table, config) if name in scaled else table for name, table in tables.items()}
     plain = {
         name: {key: table[key] for key in table if key not in LONGROPE_KEYS} | {"rope_type": "default"}
-        for name, table in tables.items()
+        for name, table in scaled.items()
     }
     long = agreed_value("rotary positions", factors, "remove the one that the model was not trained with")
     return config | plain, long
