@@ -7,6 +7,7 @@ import math
 import torch
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
+from transformers import FalconH1Config
 
 from tests.support.hf_parity import build, tokens_for
 from tests.support.pool import run_ranks
@@ -91,6 +92,13 @@ def test_widths_that_follow_from_other_keys_are_read():
     assert HF.config.args_from_config(without) == HF.config.args_from_config(
         config | {"mlp_multipliers": None, "ssm_multipliers": [1.0] * 5}
     )
+
+
+def test_whole_factors_of_a_job_are_exported_as_transformers_reads_them():
+    whole = dict(key_multiplier=1, gate_multiplier=2, ssm_z_multiplier=3)  # as model.overrides may have them
+    config = HF.config_to_hf(dataclasses.replace(TINY, **whole))
+    FalconH1Config(**config)
+    assert HF.config.args_from_config(config) == dataclasses.replace(TINY, **whole)
 
 
 def test_initial_values():

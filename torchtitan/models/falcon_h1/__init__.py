@@ -178,7 +178,7 @@ def _to_hf(args: FalconH1Args, dtype: Any = "float32") -> dict[str, Any]:
     """Return the fields of transformers' FalconH1Config."""
     return (
         gated_config(args, dtype)
-        | {key: getattr(args, name) for name, key in FACTORS.items()}
+        | {key: float(getattr(args, name)) for name, key in FACTORS.items()}  # transformers refuses whole ones
         | {key: getattr(args, name) for name, (key, _) in (SSM_SIZES | SSM_FLAGS).items()}
         | {
             "architectures": ["FalconH1ForCausalLM"],
@@ -186,8 +186,8 @@ def _to_hf(args: FalconH1Args, dtype: Any = "float32") -> dict[str, Any]:
             "mlp_bias": args.mlp_bias,
             "mamba_d_ssm": args.ssm_widths["x"],
             "mamba_d_head": args.ssm_head_dim,
-            "mlp_multipliers": [getattr(args, name) for name in MLP_FACTORS],
-            "ssm_multipliers": [getattr(args, name) for name in SSM_FACTORS],
+            "mlp_multipliers": [float(getattr(args, name)) for name in MLP_FACTORS],
+            "ssm_multipliers": [float(getattr(args, name)) for name in SSM_FACTORS],
         }
     )
 
