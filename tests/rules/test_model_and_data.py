@@ -71,6 +71,11 @@ MODEL = [
         "high_freq_factor, original_max_seq_len, kind, beta_fast, beta_slow, attention_factor, truncate; "
         "did you mean factor?",
     ),
+    (  # lists are read from folders only
+        ["--model.name=phi3", "--model.overrides={longrope = {short_factors = 'ab'}}"],
+        "model.overrides: given longrope = {short_factors}; allowed: parts of longrope: attention_factor, "
+        "original_max_seq_len",
+    ),
     (
         ["--model.overrides={rope_scaling = {factor = 0}}"],
         "model.overrides: given rope_scaling = {factor = 0}; allowed: rope_scaling = {factor > 0}",

@@ -50,7 +50,8 @@ def wrong_overrides(name: str, sizes: Any, overrides: Mapping[str, Any]) -> Iter
 def _wrong_parts(name: str, table: type, value: Any) -> Iterator[LimitError]:
     """Yield the errors of an override that must be a table of positive numbers, or false."""
     hints = typing.get_type_hints(table)
-    part_names = [field.name for field in dataclasses.fields(table)]
+    # a job has no lists of numbers: a folder's config.json has them
+    part_names = [part.name for part in dataclasses.fields(table) if typing.get_origin(hints[part.name]) is not tuple]
     parts = value if isinstance(value, dict) else {}
     if value is not False and not isinstance(value, dict):
         allowed = f"{name} = false, or a table of {', '.join(part_names)}"
