@@ -71,6 +71,14 @@ def test_numbers_of_the_8b_and_the_405b():
     assert "parallelism.enable_async_tensor_parallel" in text, "beside float8 it is left out, with a note"
 
 
+def test_the_debug_functions_have_their_own_model_data_and_schedule():
+    assert job(line_of("qwen3_debugmodel"))[1].model.overrides["tied_embeddings"] is True
+    flags = ("--validator.enable", "--parallelism.pipeline_parallel_degree 2", "--training.disable_cuda_graphs")
+    _, config = job(line_of("llama3_debugmodel", *flags))
+    assert (config.validation.dataset, config.validation.dataset_path) == ("c4_test", "./tests/assets/c4_test")
+    assert config.parallelism.pipeline_parallel_schedule == "Interleaved1F1B"
+
+
 def test_the_options_of_a_line_override_the_function():
     flags = ("--training.steps 100", "--checkpoint.enable", "--checkpoint.interval=7", "--dump-folder out/a")
     flags += ("--profiler.no-enable-profiling", "--validator.enable", "--validator.steps 3", "--training.steps=90")
@@ -115,6 +123,7 @@ def test_batches_keep_their_tokens():
         ("--comm.mode fake_backend", "has no translation"),
         ("--job.config_file a.toml", "torchtitan check --upgrade a.toml"),
         ("activation_checkpoint:full", "neither a flag nor its value"),
+        ("--training.disable_cuda_graphs activation-checkpoint:full-ac", "allowed: true or false"),
     ],
 )
 def test_what_has_no_translation_is_refused_by_its_name(flags, message):
@@ -125,17 +134,21 @@ def test_other_functions_are_refused_with_those_that_are_known():
     for line, hint in (
         ("--module llama3 --config llama3_8bb", "did you mean llama3_8b?"),
         ("--module qwen3 --config llama3_8b", "llama3_8b is of the module llama3"),
+        ("--module my.own.llama3 --config llama3_8b", "llama3_8b is of the module llama3"),
         ("--module flux --config flux_dev", "it is a function of Python, which is not run"),
         ("--training.steps 3", "--module nothing --config nothing"),
     ):
         error = import_error(f"{PREFIX} {line}")
         assert hint in error and "--module qwen3 --config qwen3_14b" in error
-    job(f"{PREFIX} --module torchtitan.models.llama3 --config llama3_8b")
+    for module in ("torchtitan.models.llama3", "torchtitan.models.llama3.config_registry"):
+        job(f"{PREFIX} --module {module} --config llama3_8b")
 
 
 def test_a_script_with_its_variables_is_such_a_line():
     line = parse(split(["NGPU=4 MODULE=llama3 CONFIG=llama3_8b ./run_train.sh --training.steps 7"]))
     assert line.ranks == 4 and translate(line, None)[1].training.steps == 7
+    error = import_error("COMM_MODE=fake_backend NGPU=4 MODULE=llama3 CONFIG=llama3_8b ./run_train.sh")
+    assert 'comm.mode: given "fake_backend"' in error
     line = parse(split(["./run_llama_train.sh --module llama3 --config llama3_8b"]))
     assert line.ranks is None and translate(line, None)[1].model.flavor == "8B"
 

@@ -12,10 +12,10 @@ from typing import Any
 from torchtitan.config.changes import renamed
 from torchtitan.config.layers import Values, layer_of
 from torchtitan.config.manager import parse_arguments
-from torchtitan.config.options import Fault, hint, show
+from torchtitan.config.options import YES_OR_NO, Fault, hint, show
 from torchtitan.core.errors import JobError
 from torchtitan.plugins.dialects.models import V0_2_2
-from torchtitan.plugins.dialects.upgrade import upgrade, with_effect
+from torchtitan.plugins.dialects.upgrade import SAMPLES, upgrade, with_effect
 from torchtitan.plugins.importers import TORCHTITAN, ImportSource
 from torchtitan.plugins.importers.translation import CommandLine, JobDraft
 
@@ -45,6 +45,8 @@ NOTED = {
     **dict.fromkeys(("debug.enable_structured_logging", "debug.spmd_typechecking"), "it changed no result"),
 }
 """Options of the line that become a note."""
+WITH_VALUE = ("parallelism.spmd_backend", "dataloader.seed")
+"""Those of them that are no flags."""
 REPLACED = {"training.seq_len": LENGTH, "training.local_batch_size": ROWS, "training.global_batch_size": STEP}
 """Options of v0.2.2 that such a line no longer has, and those in their place."""
 CROSSING = f"not the same: documents went on where samples of {LENGTH} met within {ROWS}; here each sample begins anew"
@@ -82,6 +84,10 @@ def _of(steps: int, lr: float, assets: str, warmup: int = 200, mode: str = "sele
 _DEBUG = _of(10, 8e-4, "", warmup=2, lr_scheduler__decay_ratio=0.8, metrics__log_freq=1, checkpoint__interval=10)
 _DEBUG |= {"training.dataset": "c4_test", "training.shuffle": False, "model.hf_assets_path": "./tests/assets/tokenizer"}
 _DEBUG |= {"checkpoint.last_save_model_only": False}
+_LLAMA_DEBUG = _DEBUG | {"validation.freq": 5, "validation.steps": 10, "validation.dataset": "c4_test"}
+_LLAMA_DEBUG |= {"validation.dataset_path": SAMPLES["c4_test"]}
+_LLAMA_DEBUG |= {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
+_QWEN_DEBUG = _DEBUG | {"model.overrides": {"tied_embeddings": True}}
 _LLAMA: dict[str, Any] = {
     "profiling__enable_profiling": True,
     "profiling__profile_freq": 100,
@@ -94,13 +100,11 @@ _FLOAT8 |= {"compile__enable": True, "parallelism__enable_async_tensor_parallel"
 _QWEN: dict[str, Any] = {"checkpoint__last_save_model_only": False, "checkpoint__export_dtype": "float16"}
 _LARGE: dict[str, Any] = _QWEN | {"warmup": 600, "mode": "full"}
 CONFIGS = {
-    "llama3_debugmodel": Recipe(
-        "llama3", "debugmodel", 8, 2048, _DEBUG | {"validation.freq": 5, "validation.steps": 10}
-    ),
+    "llama3_debugmodel": Recipe("llama3", "debugmodel", 8, 2048, _LLAMA_DEBUG),
     "llama3_8b": Recipe("llama3", "8B", 1, 8192, _of(1000, 3e-4, "Llama-3.1-8B", **_LLAMA)),
     "llama3_70b": Recipe("llama3", "70B", 8, 8192, _of(1000, 1.5e-4, "Llama-3.1-70B", **_WIDE)),
     "llama3_405b": Recipe("llama3", "405B", 2, 8192, _of(3000, 8e-5, "Llama-3.1-405B", warmup=600, **_WIDE, **_FLOAT8)),
-    "qwen3_debugmodel": Recipe("qwen3", "debugmodel", 8, 2048, _DEBUG),
+    "qwen3_debugmodel": Recipe("qwen3", "debugmodel", 8, 2048, _QWEN_DEBUG),
     "qwen3_0_6b": Recipe("qwen3", "0.6B", 4, 4096, _of(10, 3e-4, "Qwen3-0.6B", warmup=2, metrics__log_freq=1, **_QWEN)),
     "qwen3_1_7b": Recipe(
         "qwen3", "1.7B", 4, 4096, _of(100, 8e-4, "Qwen3-1.7B", warmup=20, checkpoint__interval=50, **_QWEN)
@@ -117,6 +121,8 @@ def read(line: CommandLine) -> JobDraft:
         raise JobError(f"its job is a file: torchtitan check --upgrade {flags['job.config_file'] or 'FILE'}")
     module, config = (flags.pop(name, "") or line.environment.get(name.upper(), "") for name in ("module", "config"))
     recipe = _recipe(module, config)
+    if mode := line.environment.get("COMM_MODE"):
+        draft.refuse("comm.mode", mode, "nothing, or default", "COMM_MODE ran one step without communication")
     counts = {name: _count(draft, name, flags.pop(name)) for name in COUNTS if name in flags}
     arguments = [argument for name, text in flags.items() if (argument := _argument(draft, name, text))]
     _, of_line = parse_arguments(arguments)
@@ -139,7 +145,7 @@ def read(line: CommandLine) -> JobDraft:
 def _recipe(module: str, config: str) -> Recipe:
     """Return the recipe of a line. Raises JobError for a function without a translation."""
     recipe = CONFIGS.get(config)
-    name = module.rpartition(".")[2]
+    name = module.removeprefix("torchtitan.models.").removesuffix(".config_registry")  # others are not its functions
     if recipe is None or name != recipe.module:
         pairs = [f"--module {entry.module} --config {name}" for name, entry in CONFIGS.items()]
         near = hint(config, CONFIGS) if recipe is None else f"{config} is of the module {recipe.module}"
@@ -155,6 +161,8 @@ def _argument(draft: JobDraft, name: str, text: str | None) -> str:
     is_off = text is None and last.startswith("no_")
     name = f"{section}.{last[3:]}" if is_off else name
     if name in NOTED:
+        if text is not None and name not in WITH_VALUE and text.lower() not in YES_OR_NO:
+            draft.refuse(name, text, "true or false", "an option of another kind stands behind it")
         draft.notes.append(f"--{name}: {NOTED[name]}")
         return ""
     if name in REPLACED or name.startswith("model."):
