@@ -239,6 +239,21 @@ def test_a_sentencepiece_vocabulary():
     assert fields["eot_token_id"] == 8 and fields["add_bos_token"] is False
 
 
+def test_gemmas_split_at_blanks_that_are_replaced_before_is_none():
+    from transformers import GemmaTokenizer
+
+    vocabulary = {"<pad>": 0, "<eos>": 1, "<bos>": 2, "<unk>": 3, "a": 4, "▁": 5, "▁a": 6}
+    tokenizer = GemmaTokenizer(vocab=vocabulary, merges=[("▁", "a")])
+    content = json.loads(tokenizer.backend_tokenizer.to_str())
+    assert content["pre_tokenizer"]["type"] == "Split"
+    fields = vocabulary_fields(changed_tokenizer(sentencepiece_files(), **content), {"vocab_size": 7}, True)
+    assert fields["tokenizer_model"] == "llama" and not fields["add_space_prefix"]
+    with pytest.raises(JobError, match="changes text by Split"):
+        vocabulary_fields(
+            changed_tokenizer(sentencepiece_files(), **content | {"normalizer": None}), {"vocab_size": 7}, True
+        )
+
+
 def changed_tokenizer(files, **changes):
     return files | {"tokenizer.json": json.dumps(json.loads(files["tokenizer.json"]) | changes).encode()}
 

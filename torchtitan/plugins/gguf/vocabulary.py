@@ -104,10 +104,13 @@ def _split_name(content: Mapping[str, Any]) -> str:
 def _adds_blank(content: Mapping[str, Any]) -> bool:
     """Return True if a sentencepiece tokenizer puts a blank in front of a text. JobError for other changes of it."""
     steps = [*_steps(content["normalizer"]), *_steps(content["pre_tokenizer"])]
+    has_blanks = True
     for step in steps:
-        is_blank = step["type"] == "Replace" and step["pattern"] == {"String": " "}
-        if not is_blank and step["type"] not in ("Prepend", "Metaspace"):
-            raise JobError(REFUSAL.format(f"changes text by {step['type']}"))
+        of_blanks = step.get("pattern") == {"String": " "}
+        if step["type"] == "Replace" and of_blanks:
+            has_blanks = False
+        elif step["type"] not in ("Prepend", "Metaspace") and (has_blanks or not of_blanks or step["type"] != "Split"):
+            raise JobError(REFUSAL.format(f"changes text by {step['type']}"))  # Gemma's split finds no blank any more
     return any(
         step["type"] == "Prepend" or (step["type"] == "Metaspace" and step.get("prepend_scheme", "always") != "never")
         for step in steps
