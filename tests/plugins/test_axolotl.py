@@ -27,7 +27,7 @@ from torchtitan.datasets.template_worker import BEGIN, END
 from torchtitan.plugins.importers import axolotl, deepspeed, launchers, parse, split
 from torchtitan.plugins.importers.axolotl_options import ENTRY_KEYS
 from torchtitan.plugins.importers.axolotl_options import OPTIONS as TABLE
-from torchtitan.plugins.importers.axolotl_templates import OWN
+from torchtitan.plugins.importers.axolotl_templates import OWN, own_template
 
 ESSENTIAL = """
     adam_beta1 adam_beta2 adam_epsilon adapter auto_resume_from_checkpoints axolotl_config_path base_model
@@ -966,6 +966,28 @@ def test_a_template_named_after_another_model_is_written_as_axolotl_does(name):
     variables = {"bos_token": "<s>", "eos_token": "</s>", "tools": None}
     (text,) = render(values["data.chat_template"], messages, variables, [(len(messages), True)])
     assert text.replace(BEGIN, "").replace(END, "") == WRITTEN[name]
+
+
+@pytest.mark.parametrize("name", OWN)
+def test_a_template_named_after_another_model_writes_no_other_conversations(name):
+    """Axolotl writes an empty system message, but for phi_35, and a header for each message."""
+    variables = {"bos_token": "<s>", "eos_token": "</s>", "tools": None}
+
+    def text_of(*roles):
+        messages = [{"role": role, "content": "" if role == "system" else "Hi"} for role in roles]
+        return render(own_template(name), messages, variables, [(len(messages), roles[-1] == "user")])[0]
+
+    plain = WRITTEN[name].replace(" Be kind.", "", 1)
+    start = plain[: plain.index("Why?")] if name != "phi_35" else "<|user|>\n"
+    assert text_of("system", "user").startswith(f"{start}Hi")
+    for roles in (
+        ("assistant",),
+        ("system", "assistant", "user"),
+        ("user", "user"),
+        ("user", "assistant", "assistant"),
+    ):
+        with pytest.raises(Exception, match="questions and answers have to alternate"):
+            text_of(*roles)
 
 
 def test_several_datasets_are_joined_as_axolotl_concatenates_them():

@@ -41,4 +41,7 @@ def is_of_model(template: str, model: str, model_types: Iterable[str]) -> bool:
 
 def own_template(name: str) -> str | None:
     """Return a chat template that writes what Axolotl's of this name does; None if there is none."""
-    return chat_template(TURNS[OWN[name]], trims=name in TRIMMED) if name in OWN else None
+    if name not in OWN:
+        return None
+    options = {"trims": name in TRIMMED, "keeps_empty": name != "phi_35", "alternates": True}
+    return chat_template(TURNS[OWN[name]], **options)

@@ -92,14 +92,14 @@ KEEP_END_TOKEN = ("falcon_h1", "granite3", "smollm", "yi")
 """Templates whose token after an answer does not become the tokenizer's end token."""
 _TEMPLATE = """\
 {%- set first = 1 if messages[0].role == 'system' else 0 %}
-{%- set system = (messages[0].content if first else '') or DEFAULT %}
+{%- set system = TEXT %}
 {{- PREFIX }}
-{%- if system %}{{- SYSTEM }}{% endif %}
+{%- if HAS %}{{- SYSTEM }}{% endif %}
 {%- for m in messages %}
-    {%- if m.role == 'user' %}
+    {%- if m.role == 'user' %}{{- TURN }}
         {{- USER }}
     {%- elif m.role == 'assistant' %}
-        {{- BEFORE }}{%- generation %}{{- ASSISTANT }}{% endgeneration %}
+        {{- TURN }}{{- BEFORE }}{%- generation %}{{- ASSISTANT }}{% endgeneration %}
     {%- elif m.role != 'system' or not loop.first %}
         {{- raise_exception('no place for a message of role ' + m.role) }}
     {%- endif %}
@@ -108,17 +108,27 @@ _TEMPLATE = """\
 
 
 def chat_template(
-    turns: Turns, thinks: bool | None = True, thinks_at_the_end: bool = False, trims: bool = False
+    turns: Turns,
+    thinks: bool | None = True,
+    thinks_at_the_end: bool = False,
+    trims: bool = False,
+    keeps_empty: bool = False,
+    alternates: bool = False,
 ) -> str:
     """Return a chat template. A question ends with the header of its answer.
 
     `thinks`: LLaMA-Factory's enable_thinking. The empty thought of an answer without thoughts is learned if it is true,
     and only read otherwise; if it is false, answers with thoughts are refused. `thinks_at_the_end`: only the last
-    answer gets one. `trims`: blanks around questions and answers are left out.
+    answer gets one. `trims`: blanks around questions and answers are left out. `keeps_empty`: an empty
+    system message is written too. `alternates`: other conversations than of questions and answers in turn are refused.
     """
+    default, of_first = json.dumps(turns.default_system, ensure_ascii=False), "messages[0].content if first else"
+    system_text, has = f"({of_first} '') or {default}", "system"
+    if keeps_empty:
+        system_text, has = f"{of_first} {default}", "(first or system)"
     content = "(m.content | trim)" if trims else "m.content"
     system = _expression(turns.system, "system")
-    question = f"(({system}) if system and loop.index0 == first else '') + {content}" if turns.joins_system else content
+    question = f"(({system}) if {has} and loop.index0 == first else '') + {content}" if turns.joins_system else content
     before, answer = "''", content
     if turns.thought:
         start, end = (json.dumps(part.strip()) for part in turns.thought.split("\n\n")[:2])
@@ -129,13 +139,19 @@ def chat_template(
         if thinks is False:
             remedy = json.dumps("thoughts are left out with enable_thinking: false; take them out of the records")
             before = f"(raise_exception({remedy}) if {start} in {text} else '') + {before}"
+    in_turn = "''"
+    if alternates:
+        refusal = "raise_exception('questions and answers have to alternate, from a question on')"
+        in_turn = f"({refusal} if (loop.index0 - first) % 2 != (m.role == 'assistant') | int else '')"
     parts = {
+        "TURN": in_turn,
+        "TEXT": system_text,
+        "HAS": has,
         "PREFIX": _expression(turns.prefix, content),
         "SYSTEM": "''" if turns.joins_system else system,
         "USER": _expression(turns.user, question),
         "BEFORE": before,
         "ASSISTANT": _expression(turns.assistant, answer),
-        "DEFAULT": json.dumps(turns.default_system, ensure_ascii=False),
     }
     return re.sub("|".join(parts), lambda match: parts[match[0]], _TEMPLATE)
 
