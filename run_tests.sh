@@ -13,7 +13,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")"
 source scripts/environment.sh
 ensure_environment test
 unset PYTHONDONTWRITEBYTECODE # where it is set, each of hundreds of processes would compile the package again
-parallel="-n 2 --dist worksteal" # tests of one rank run while those of many ranks wait
+parallel="-n 3 --dist worksteal" # on two cores: workers often wait for launchers and other ranks
 case "${1:-}" in
   "") set -- $parallel --pairwise ;;
   quick) set -- $parallel --quick "${@:2}" ;;

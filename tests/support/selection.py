@@ -17,13 +17,13 @@ from tests.plans.combinations import Combination
 from tests.support.jobs import ROOT
 
 DURATIONS = ROOT / "tests" / "durations.json"
-"""Seconds of the last full run over both workers: `modules` (paths below tests/) in all, and the calls of `tests` of at
+"""Seconds of the last full run over all workers: `modules` (paths below tests/) in all, and the calls of `tests` of at
 least RECORDED_SECONDS. Setups count in the module alone: a shared one is made for the first test that runs."""
 RECORDED_SECONDS = 1.0
 LAYOUT = ("ranks", "dp_replicate", "dp_shard", "cp", "tp", "pp", "ep")
 ORDINARY_SECONDS = 800.0
 QUICK_SECONDS = 140.0
-"""Time of the tests that the ordinary and the quick run take, over both workers, as the last full run measured it.
+"""Time of the tests that the ordinary and the quick run take, over all workers, as the last full run measured it.
 
 Collecting the tests and starting the ranks comes on top."""
 EVERY_NTH_ROW = 20
