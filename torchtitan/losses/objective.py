@@ -175,8 +175,10 @@ class SummedCrossEntropy(Objective):
         return joined | {"document_ids": numbers[chosen][None]}
 
     def _may_leave_out(self, integers: torch.Tensor) -> bool:
-        """Return True if tokens may be left out by these integers, of any shape. A subclass with another loss has to
-        repeat `leaves_out`."""
+        """Return True if tokens may be left out by these integers, of any shape.
+
+        A subclass that overrides a part of the loss has to repeat `leaves_out`, as it may read all tokens.
+        """
         declaring = next(cls for cls in type(self).__mro__ if "leaves_out" in vars(cls))
         names = ("rows", "compute_loss", "forward")
         is_declared = all(getattr(type(self), name) is getattr(declaring, name) for name in names)

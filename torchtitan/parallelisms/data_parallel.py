@@ -106,6 +106,7 @@ class ExchangeAndSum(DefaultReduceScatter):
         async_op: bool = False,
     ) -> dist.Work | None:
         """Fill `output_tensor`, flat [N], with this rank's part of the sum of `input_tensor`, flat [ranks x N]."""
+        assert op == dist.ReduceOp.SUM, "others divide or scale what they sum"
         received = torch.empty_like(input_tensor)
         dist.all_to_all_single(received, input_tensor, group=group)
         first, second, *later = received.view(group.size(), -1)
