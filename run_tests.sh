@@ -1,10 +1,10 @@
 #!/usr/bin/env bash
 # The test command. Arguments go to pytest: ./run_tests.sh tests/models/test_llama.py -k gradients
 #
-# ./run_tests.sh        a pairwise cover of the table of combinations and all but the longest other tests, in about ten
-#                       minutes on two cores
+# ./run_tests.sh        a pairwise cover of the table of combinations and all but the longest other tests, in about
+#                       thirteen minutes on two cores
 # ./run_tests.sh quick  without the modules that take longest, in less than three minutes
-# ./run_tests.sh full   everything, in about half an hour: what CI runs. Writes tests/durations.json, from which the
+# ./run_tests.sh full   everything, in about an hour: what CI runs. Writes tests/durations.json, from which the
 #                       other two compute what to leave out
 # ./run_tests.sh slurm  on a real cluster of two nodes that it starts on this machine, in about two minutes; needs
 #                       slurm-wlm and munge (apt) and root

@@ -57,12 +57,14 @@ class Program:
         return self.returncode
 
     def communicate(self, timeout: float | None = None) -> tuple[str, str]:
-        """Read both streams to their ends and wait for the program's. It is killed after `timeout` seconds."""
+        """Read both streams to their ends and close them, and wait for the end. Kills it after `timeout` seconds."""
         with futures.ThreadPoolExecutor(2) as threads:
             streams = [threads.submit(stream.read) for stream in (self.stdout, self.stderr)]
             if futures.wait(streams, timeout).not_done:
                 self.kill()
                 raise subprocess.TimeoutExpired("a forked program", timeout or 0)
+        self.stdout.close()
+        self.stderr.close()
         self.wait(timeout)
         return streams[0].result(), streams[1].result()
 
