@@ -23,7 +23,7 @@ from torchtitan.checkpoint import layout
 from torchtitan.commands.command_lines import PARSERS
 from torchtitan.config.options import columns, options
 from torchtitan.core.errors import JobError
-from torchtitan.core.files import DeclaredKeys, agreed_value
+from torchtitan.core.files import DeclaredKeys, agreed_value, load_json
 from torchtitan.core.hub import local_folder
 from torchtitan.datasets.labelled import open_labelled_files
 from torchtitan.datasets.record_format import LabelledFields, RecordReader
@@ -32,6 +32,7 @@ from torchtitan.datasets.sources.files import open_text_files
 from torchtitan.datasets.sources.tables import saved_split
 from torchtitan.datasets.token_shards import TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
+from torchtitan.datasets.tokenizer.hf_files import read_json as read_tokenizer_file
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.models.hf import load as hf_load
 from torchtitan.models.hf.config import find_config
@@ -371,6 +372,29 @@ def test_keys_that_may_have_an_effect_are_refused_by_name(content):
     (key,) = content
     with pytest.raises(JobError, match=rf"^config.json has a key .*: {key} = .*; remove it$"):
         KEYS.check({"hidden_size": 8} | content, "config.json", "remove it")
+
+
+TWICE = """{"a": {"b": 1, "c": 2, "b": 1}}"""
+
+
+@pytest.mark.parametrize(
+    "name, read",
+    [
+        ("config.json", lambda path: find_config(path.parent)),
+        (hf_load.INDEX, lambda path: hf_load.tensor_files(path.parent)),
+        (peft_config.CONFIG, lambda path: peft_config.read_config(path.parent)),
+        ("tokenizer_config.json", read_tokenizer_file),
+        ("args.json", lambda path: pretokenized.PretokenizedBlocks(str(path.parent), "train")),
+        ("header.json", lambda path: TokenShards(path.parent)),
+        ("dataset_dict.json", lambda path: saved_split(str(path.parent), "train")),
+    ],
+)
+def test_a_key_that_is_there_twice_is_refused_in_every_json_file(name, read, tmp_path):
+    """Readers would take the last of its values, also where the first is the one that was meant."""
+    (tmp_path / name).write_text(TWICE)
+    with pytest.raises(JobError, match=f"{name}.*the key 'b' is there twice"):
+        read(tmp_path / name)
+    assert load_json('{"a": {"b": 1}, "b": 2}') == {"a": {"b": 1}, "b": 2}
 
 
 def test_all_unknown_keys_are_named_and_long_values_cut():

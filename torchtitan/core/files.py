@@ -14,14 +14,16 @@ Two rules hold for the files of other programs (config.json, tokenizer_config.js
 
 1. Every key is used, known to have no effect here, or refused by name (`DeclaredKeys`). A reader that ignored the keys
    it does not know would train another model than the file describes, and say nothing.
-2. Sources of the same fact agree, or are refused (`agreed_value`). Preferring one of them is a guess.
+2. Sources of the same fact agree, or are refused (`agreed_value`). Preferring one of them is a guess. A key that is
+   there twice is such a fact (`load_json`).
 """
 
 import errno
 import io
+import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, BinaryIO
@@ -171,6 +173,22 @@ def find_job_file(name: str, path: str | None = None) -> str:
 
 
 # Files of other programs
+
+
+def load_json(text: str | bytes) -> Any:
+    """Parse JSON. Raises ValueError (JSONDecodeError for invalid JSON) or RecursionError."""
+    return json.loads(text, object_pairs_hook=unique_keys)
+
+
+def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
+    """Return a JSON object from its pairs. Raises ValueError for a repeated key, whose first value would be lost."""
+    table = dict(pairs)
+    if len(table) < len(pairs):
+        names = [name for name, _ in pairs]
+        repeated = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"the key {repeated!r} is there twice")
+    return table
+
 
 EMPTY_VALUES: tuple[Any, ...] = (None, False, 0, "", [], {})
 """Values of features that are off."""

@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 from zlib import crc32
 
-from torchtitan.core.files import open_file, require_file
+from torchtitan.core.files import load_json, open_file, require_file
 from torchtitan.core.machine_errors import raise_if_of_the_machine
-from torchtitan.datasets.messages import load_json
 from torchtitan.datasets.record_format import LabelledFields, Row
 from torchtitan.datasets.sources import (
     REMEDY,

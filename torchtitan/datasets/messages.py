@@ -14,6 +14,7 @@ import re
 from collections.abc import Collection, Mapping
 from typing import Any, NamedTuple
 
+from torchtitan.core.files import unique_keys
 from torchtitan.datasets.sources import REMEDY, Chat, DataError
 
 ROLE_KEYS = ("role", "from")
@@ -68,23 +69,8 @@ def without_absent(table: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in table.items() if value is not None}
 
 
-def unique_keys(pairs: Collection[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object from its pairs. Raises ValueError for a repeated key, whose first value would be lost."""
-    table = dict(pairs)
-    if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {repeated!r} is there twice")
-    return table
-
-
-def load_json(text: str) -> Any:
-    """Parse JSON. Raises ValueError (JSONDecodeError for invalid JSON) or RecursionError."""
-    return json.loads(text, object_pairs_hook=unique_keys)
-
-
 def _load_table(text: str) -> Any:
-    """Parse the JSON text of a field, as `load_json`."""
+    """Parse the JSON text of a field, as `core.files.load_json`."""
     return json.loads(text, object_pairs_hook=lambda pairs: JsonTable(unique_keys(pairs)))
 
 

@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from torchtitan.core.errors import format_bytes
-from torchtitan.core.files import FileError, open_file, read_file
+from torchtitan.core.files import FileError, load_json, open_file, read_file
 from torchtitan.core.lazy_numpy import np
 from torchtitan.core.machine_errors import MachineError, is_of_the_machine
 from torchtitan.core.progress_bar import progress_bar
@@ -304,7 +304,7 @@ def _read_header(folder: Path) -> dict[str, Any]:
         problem = "there is no header.json in it" if folder.is_dir() else "no such folder"
         raise DataError(f"{folder}: {problem}; give a folder made by torchtitan prepare as training.dataset_path")
     try:
-        header = json.loads(read_file(path, LARGEST_HEADER))
+        header = load_json(read_file(path, LARGEST_HEADER))
     except FileError as error:
         raise DataError(f"{path} {error.reason}; {REMEDY}") from None
     except (ValueError, RecursionError) as error:

@@ -18,9 +18,8 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchtitan.core.files import open_file
+from torchtitan.core.files import load_json, open_file
 from torchtitan.core.lazy_numpy import np
-from torchtitan.datasets.messages import load_json
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import (
     MAX_RECORD_BYTES,

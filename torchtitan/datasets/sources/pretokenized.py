@@ -5,11 +5,10 @@ args.json with the settings: {"tokenizer": ..., "sequence_length": ...}. A sampl
 except the first, which no token precedes.
 """
 
-import json
 from pathlib import Path
 from typing import Any
 
-from torchtitan.core.files import FileError, read_file
+from torchtitan.core.files import FileError, load_json, read_file
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError, Document, IndexedFile, IndexedSource, Source, Span, files_fingerprint
 from torchtitan.datasets.sources.tables import MAX_JSON_BYTES, ArrowFile, saved_split
@@ -98,7 +97,7 @@ def _read_args(folder: Path) -> tuple[str, int]:
     """Return the tokenizer's name and the length of a block."""
     path = folder / ARGS
     try:
-        args: Any = json.loads(read_file(path, MAX_JSON_BYTES))
+        args: Any = load_json(read_file(path, MAX_JSON_BYTES))
     except FileError as error:
         remedy = f'give a folder with {ARGS}, or read ids without it: dataset = "text", text_field = "{COLUMN}"'
         raise DataError(f"{path} {error.reason}; {remedy}") from None

@@ -8,7 +8,6 @@ trusts the offsets of a file.
 """
 
 import csv
-import json
 import os
 from codecs import BOM_UTF8
 from collections.abc import Iterator, Sequence
@@ -18,7 +17,7 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from torchtitan.core.files import open_file, read_file, require_file
+from torchtitan.core.files import load_json, open_file, read_file, require_file
 from torchtitan.core.machine_errors import raise_if_of_the_machine
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import (
@@ -54,7 +53,7 @@ def saved_split(folder: str, split: str) -> str | None:
     None. Raises DataError if a DatasetDict lacks the split."""
     if Path(folder, "dataset_dict.json").exists():
         try:
-            splits = json.loads(read_file(Path(folder, "dataset_dict.json"), MAX_JSON_BYTES))["splits"]
+            splits = load_json(read_file(Path(folder, "dataset_dict.json"), MAX_JSON_BYTES))["splits"]
             split_names = sorted(name for name in splits if Path(folder, name).name == name)
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             raise DataError(f"{folder}: dataset_dict.json is damaged ({error}); save the dataset again") from None

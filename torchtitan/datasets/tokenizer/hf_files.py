@@ -5,14 +5,13 @@ transformers reads neither of the other two; otherwise special_tokens_map.json o
 each other are refused. Every key is used, known to be harmless, or refused by name.
 """
 
-import json
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from torchtitan.core.files import DeclaredKeys, agreed_value
+from torchtitan.core.files import DeclaredKeys, agreed_value, load_json
 from torchtitan.datasets.tokenizer.base import TokenizerError, read_content
 from torchtitan.datasets.tokenizer.chat_templates import resolve_template
 
@@ -70,15 +69,18 @@ def read_json(path: Path) -> dict[str, Any]:
     """Return the contents of a JSON file; empty if it does not exist."""
     if not os.path.lexists(path):
         return {}
-    try:
-        content = json.loads(read_content(path))
-    except (ValueError, RecursionError) as error:
-        if isinstance(error, TokenizerError):
-            raise
-        raise TokenizerError(path, f"not JSON ({error})", "fetch it again, or remove it") from None
+    content = parsed_json(path, read_content(path))
     if not isinstance(content, dict):
         raise TokenizerError(path, f"a {type(content).__name__} instead of an object", "fetch it again, or remove it")
     return content
+
+
+def parsed_json(path: Path, content: bytes) -> Any:
+    """Return the value of a file's JSON."""
+    try:
+        return load_json(content)
+    except (ValueError, RecursionError) as error:
+        raise TokenizerError(path, f"not JSON ({error})", "fetch it again, or remove it") from None
 
 
 class CompanionFiles:

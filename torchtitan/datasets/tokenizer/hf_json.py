@@ -42,6 +42,7 @@ from torchtitan.datasets.tokenizer.hf_files import (
     CompanionFiles,
     check_steps,
     has_tool_template,
+    parsed_json,
     read_json,
     template_in,
 )
@@ -149,7 +150,7 @@ class HuggingFaceTokenizer(Tokenizer):
         files = CompanionFiles(path, ignored_keys, strict=is_current)
         added = ""
         if is_current:
-            check_steps(json.loads(content), files.config, path)
+            check_steps(parsed_json(path, content), files.config, path)
             added = "".join(map(repr, files.add_tokens(self._tokenizer)))
         else:
             files.add_earlier_tokens(self._tokenizer)

@@ -17,7 +17,7 @@ from typing import Any, TypeVar
 from pydantic import ConfigDict, TypeAdapter, ValidationError
 
 from torchtitan.core.errors import JobError
-from torchtitan.core.files import DeclaredKeys, FileError, agreed_value, open_file, read_file
+from torchtitan.core.files import DeclaredKeys, FileError, agreed_value, load_json, open_file, read_file
 from torchtitan.models.hf.config_keys import GENERATION_KEYS
 from torchtitan.models.hf.wrappers import text_part
 from torchtitan.models.sizes import RopeScaling
@@ -83,7 +83,7 @@ Number = TypeVar("Number", int, float)
 def read_json(path: Path) -> dict[str, Any]:
     """Read a JSON object from a file. Raises JobError."""
     try:
-        content = json.loads(read_file(path, LARGEST_JSON).decode())
+        content = load_json(read_file(path, LARGEST_JSON).decode())
     except FileError as error:
         raise JobError(f"{path.name} {error.reason}") from error
     except (ValueError, RecursionError) as error:
@@ -138,7 +138,7 @@ def find_config(path: Path) -> dict[str, Any] | None:
         try:
             metadata = read_header(path, with_metadata=True).get("__metadata__", {})
             config_text = metadata.get(CONFIG) if isinstance(metadata, dict) else None
-            if config_text is not None and not isinstance(config := json.loads(str(config_text)), dict):
+            if config_text is not None and not isinstance(config := load_json(str(config_text)), dict):
                 raise JobError(f"its {CONFIG} is no JSON object")
         except (OSError, ValueError, RecursionError) as error:
             raise JobError(f"{path} is no safetensors file, or one that is cut off: {error}") from error
@@ -214,7 +214,7 @@ def read_header(file: Path, with_metadata: bool = False) -> dict[str, Any]:
         if length > LARGEST_HEADER:
             raise JobError(f"{file.name} is no safetensors file")
         try:
-            content = json.loads(opened.read(length))
+            content = load_json(opened.read(length))
         except RecursionError as error:
             raise JobError(f"{file.name} is no safetensors file") from error
     if not isinstance(content, dict):
