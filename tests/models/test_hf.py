@@ -294,6 +294,27 @@ def test_an_index_of_another_form_is_refused(index, tmp_path):
     assert_refused(tmp_path, "model.safetensors.index.json")
 
 
+SHARDS = ("model-1.safetensors", "model-2.safetensors")
+
+
+def test_tensors_that_the_index_does_not_place_are_refused(tmp_path):
+    """transformers reads every tensor of a file, the later of two, and a single file before those of an index."""
+    content = {name: value.contiguous() for name, value in tensors().items()}
+    write_folder(tmp_path, content, TINY, HF, index=dict.fromkeys(content, SHARDS[0]) | {NORM: SHARDS[1]})
+    save_file({name: value for name, value in content.items() if name != NORM}, tmp_path / SHARDS[0])
+    unread = {"model.rotary_emb.inv_freq": torch.ones(4)}
+    save_file({NORM: content[NORM]} | unread, tmp_path / SHARDS[1])
+    assert_refused(tmp_path, "it has model.safetensors, and other files by model.safetensors.index.json; remove")
+    (tmp_path / "model.safetensors").unlink()
+    refused = {NORM: content[NORM], "model.layers.0.self_attn.q_proj.bias": torch.ones(32)}
+    save_file(content | refused, tmp_path / SHARDS[0])
+    by_index = f"bias is in {SHARDS[0]}, but by .*json nowhere; {NORM} is in {SHARDS[0]}, but by .*json in {SHARDS[1]}"
+    assert_refused(tmp_path, by_index)
+    save_file({name: value for name, value in content.items() if name != NORM}, tmp_path / SHARDS[0])
+    with HF.stored_weights(tmp_path, TINY) as stored:
+        assert torch.equal(stored.read_full("norm.weight"), content[NORM])
+
+
 def test_missing_and_truncated_files_are_named(tmp_path):
     assert_refused(tmp_path, "config.json cannot be read")
     write_folder(tmp_path, tensors(), TINY, HF, index=dict.fromkeys(tensors(), "gone.safetensors"))

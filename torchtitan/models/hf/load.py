@@ -160,6 +160,7 @@ class StoredWeights:
                 for hf_name in hf_names_of_one:
                     faults += self.shards.mismatches(hf_name, shape)
             raise_mismatches(self.path, list(dict.fromkeys(faults)))
+            self._refuse_tensors_twice(folder, stored_files)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -185,6 +186,22 @@ class StoredWeights:
                 "set model.overrides = {tied_embeddings = false} if the family can have a head of its own, or remove "
                 "it from the file"
             )
+
+    def _refuse_tensors_twice(self, folder: Path, stored_files: Mapping[str, str]) -> None:
+        """Raise JobError if files hold tensors that the index does not know, or knows in another file.
+
+        transformers reads all tensors of each file, and a single file rather than those of an index.
+        """
+        faults = [
+            f"{name} is in {file}, but by {INDEX} {f'in {stored_files[name]}' if name in stored_files else 'nowhere'}"
+            for file, names in self.shards.names_in_file.items()
+            for name in sorted(names)
+            if stored_files.get(name) != file and not (name not in stored_files and self.is_ignored(name))
+        ]
+        if self.path.is_dir() and SINGLE not in stored_files.values() and (folder / SINGLE).exists():
+            faults.append(f"it has {SINGLE}, and other files by {INDEX}")
+        if faults:
+            raise JobError(f"{self.path}: {summarize(faults)}; remove what is out of date")
 
     def __exit__(self, kind: Any, error: Any, traceback: Any) -> None:
         self.stack.close()
