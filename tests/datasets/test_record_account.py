@@ -2,6 +2,8 @@
 
 import json
 
+import pyarrow
+import pyarrow.parquet
 import pytest
 
 from tests.support.chat_templates import folder_with
@@ -313,6 +315,24 @@ def test_json_in_a_text_field_is_a_list_only_where_its_name_says_so():
     reader = RecordReader(format_name="completion", fields={"text": "text"}, **SFT)
     assert reader.document({"text": text}, "", "").content == text
     assert RecordReader(**SFT).document({"text": "[1, 2]"}, "", "").content == "[1, 2]"
+
+
+@pytest.mark.parametrize(
+    "mask", [{"labels": [-100, 2]}, {"attention_mask": [1, 0]}, {"loss_mask": "[0, 1]"}, {"completion_mask": [1]}]
+)
+def test_token_ids_with_a_mask_that_leaves_some_out_are_refused(mask, tmp_path):
+    """All ids of a record are trained, so prompts and padding would be too, without a word."""
+    ids = {"input_ids": [5, 2]}
+    (name,) = mask
+    message = refused(ids | mask, text_field="input_ids")
+    assert f"field '{name}' leaves out some of the token ids in 'input_ids'" in message
+    whole = ids | {"labels": [5, 2], "attention_mask": [1, 1], "loss_mask": "[1, 1]"}
+    document = RecordReader("input_ids").document(whole, "", "")
+    assert document.content == [Span([5, 2])] and document.unread == ("labels", "attention_mask", "loss_mask")
+    table = pyarrow.Table.from_pylist([whole, whole | mask])
+    pyarrow.parquet.write_table(table.drop_columns(["loss_mask"]), tmp_path / "a.parquet")
+    items = open_text_files(str(tmp_path), RecordReader("input_ids")).documents()
+    assert [isinstance(item, DataError) for item in items] == [False, name in ("labels", "attention_mask")]
 
 
 def test_a_conversation_in_the_text_field_has_its_system_message_and_tools():

@@ -162,6 +162,8 @@ template."""
 MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 UNPLACED = ("history", *MEDIA)
 """Fields that no format has a place for: earlier turns, and what no text model reads."""
+TOKEN_MASKS = ("labels", "attention_mask", "loss_mask", "completion_mask", "assistant_masks")
+"""Fields next to token ids that leave some out: of the loss, or as padding."""
 LISTS = ("messages", "conversations", "segments", "input_ids")
 """Fields that hold lists, so that JSON in a text, as in CSV, stands for one."""
 FORMATS: dict[str, Format] = {

@@ -15,6 +15,7 @@ from torchtitan.datasets.formats import (
     LISTS,
     MEDIA,
     MESSAGE_KEYS,
+    TOKEN_MASKS,
     UNPLACED,
     Format,
     PromptTemplate,
@@ -168,7 +169,11 @@ class RecordReader:
         form = self.format_of(fields)
         if form is None:
             unplaced = UNPLACED if self.text_field in LISTS else ()  # images next to plain texts are not even decoded
-            return [name for name in (*CONTEXT_FIELDS, *unplaced) if name in fields and name != self.text_field]
+            return [
+                name
+                for name in (*CONTEXT_FIELDS, *TOKEN_MASKS, *unplaced)
+                if name in fields and name != self.text_field
+            ]
         if self.format_name:
             return []
         names = [name for name in FORMATS[form].unplaced_fields if name in fields]
@@ -285,6 +290,8 @@ class RecordReader:
         is_sharegpt = self.text_field == "conversations"
         document = to_document(value, self.text_field, location, short_location, is_sharegpt)
         columns = [self.text_field]
+        if document.has_begin_end:
+            self._refuse_masked(value, record, location)
         if isinstance(document.content, Chat):
             self._refuse_unplaced("chat", record, columns, location)
             context = {name: record[name] for name in CONTEXT_FIELDS if name in record and name != self.text_field}
@@ -293,6 +300,17 @@ class RecordReader:
             chat = self._context(context, {}, is_sharegpt, location).chat(list(document.content.messages))
             document, columns = document._replace(content=chat), [self.text_field, *context]
         return document._replace(is_reread=_is_reread(document, record, {}, {})), columns
+
+    def _refuse_masked(self, ids: list[int], record: Record, location: str) -> None:
+        """Raise DataError if a record of token ids, which are all trained, has a mask that leaves some out."""
+        for name in TOKEN_MASKS:
+            mask = parsed(record[name]) if isinstance(record.get(name), str) else record.get(name)
+            if name != self.text_field and isinstance(mask, list) and mask not in (ids, [1] * len(ids)):
+                raise DataError(
+                    f"{location}: field {name!r} leaves out some of the token ids in {self.text_field!r}, which are "
+                    "all trained; write segments {text, label}, messages, or a prompt and a completion, or take the "
+                    f"field out; {REMEDY}"
+                )
 
     def _text_or_list(self, value: str, location: str) -> Any:
         """Return the text of the text field, or the list that it stands for in a field with the name of a list."""
