@@ -45,6 +45,7 @@ from torchtitan.process.ranks import (
     Restart,
     count_ranks,
     likely_device,
+    parse_number,
     read_nodes,
     require_interfaces,
     set_default,
@@ -59,7 +60,7 @@ AUTO = "auto"
 
 def main(argv: list[str]) -> int:
     print_help_if_requested(argv)
-    if not argv or argv[0] != AUTO and (not argv[0].isdigit() or int(argv[0]) < 1):
+    if not argv or argv[0] != AUTO and not parse_number(argv[0]):
         value = f"given {argv[0]!r}" if argv else "not given"
         message = f"the number of ranks (NGPU): {value}; allowed: 1 or more, or auto; e.g. NGPU=2 ./run_llama_train.sh"
         print(message, file=sys.stderr)

@@ -7,10 +7,12 @@ import sys
 import pytest
 
 from tests.support import jobs
+from torchtitan import launch
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import forks, nodes, slurm
 from torchtitan.launcher.nodes import Nodes
 from torchtitan.process import ranks
+from torchtitan.process.exit import REFUSED
 from torchtitan.process.ranks import env_number, parse_number, slurm_job, slurm_seconds_left
 
 HUGE = "9" * 5000
@@ -30,6 +32,33 @@ def test_a_variable_that_is_no_number_is_refused_or_unused(text, monkeypatch):
         slurm.nodes_of_step(1)
     with pytest.raises(JobError, match="allowed: a whole number"):
         env_number("SLURM_PROCID", 0)
+
+
+@pytest.mark.parametrize("text", [*STRANGE, "0"])
+def test_a_number_of_ranks_that_is_none_is_refused(text, capsys):
+    assert launch.main([text, "debug_model"]) == REFUSED
+    assert f"(NGPU): given {text!r}; allowed: 1 or more, or auto" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    "variables, message",
+    [
+        ({"RANK": "3"}, "RANK in the environment: given 3; allowed: at most 0 with WORLD_SIZE = 1; unset RANK, WORLD"),
+        ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK .* given 2; allowed: at most 1 with WORLD_SIZE = 2"),
+        ({"WORLD_SIZE": "0"}, "RANK .* given 0; allowed: at most -1 with WORLD_SIZE = 0"),
+        ({"LOCAL_RANK": "1"}, "LOCAL_RANK .* given 1; allowed: at most 0 with LOCAL_WORLD_SIZE = 1"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE .* given 4; allowed: at most 2"),
+    ],
+)
+def test_variables_that_contradict_each_other_are_refused(variables, message, monkeypatch):
+    """A rank 3 of one would log nothing, and leave the run's folder without a lock and the end of the run."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    assert ranks.read_ranks() == ranks.Ranks()
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(JobError, match=message):
+        ranks.read_ranks()
 
 
 @pytest.mark.parametrize("head", ["a..b", "x" * 70, ".", "a b", "\ud800"])

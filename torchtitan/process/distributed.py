@@ -86,7 +86,13 @@ def init(
         store.set_timeout(timeout)
         dist.init_process_group(backend, store=store, rank=ranks.rank, world_size=ranks.world_size, timeout=timeout)
     else:
-        dist.init_process_group(backend, timeout=timeout)
+        try:
+            dist.init_process_group(backend, timeout=timeout)
+        except ValueError as error:
+            raise JobError(
+                f"WORLD_SIZE in the environment: given {ranks.world_size}; allowed: with RANK, MASTER_ADDR and "
+                f"MASTER_PORT, which tell where the other ranks are; unset it, or let torchrun set all ({error})"
+            ) from None
     return device
 
 

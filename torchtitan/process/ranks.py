@@ -118,18 +118,30 @@ def env_number(name: str, default: int, remedy: str = "let torchrun set it") -> 
 
 
 def read_ranks() -> Ranks:
-    world_size = env_number("WORLD_SIZE", 1)
-    local_rank = env_number("LOCAL_RANK", 0)
+    """Return this process's place. Raises JobError if the variables contradict each other, as left from another run."""
+    world_size, rank, local_rank = (env_number(*entry) for entry in (("WORLD_SIZE", 1), ("RANK", 0), ("LOCAL_RANK", 0)))
+    local_world_size = env_number("LOCAL_WORLD_SIZE", world_size)
+    _require_at_most("RANK", rank, "WORLD_SIZE", world_size, world_size - 1)
+    _require_at_most("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size, local_world_size - 1)
+    _require_at_most("LOCAL_WORLD_SIZE", local_world_size, "WORLD_SIZE", world_size, world_size)
     chosen = [part.strip() for part in os.environ.get("LOG_RANK", "0").split(",")]
     return Ranks(
-        rank=env_number("RANK", 0),
+        rank=rank,
         local_rank=local_rank,
         world_size=world_size,
-        local_world_size=env_number("LOCAL_WORLD_SIZE", world_size),
+        local_world_size=local_world_size,
         logs=str(local_rank) in chosen and env_number("GROUP_RANK", 0) == 0,
         head=(os.environ.get("MASTER_ADDR", ""), env_number("MASTER_PORT", 0)),
         launcher=read_launcher(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None,
     )
+
+
+def _require_at_most(name: str, value: int, limiting: str, size: int, limit: int) -> None:
+    if value > limit:
+        raise JobError(
+            f"{name} in the environment: given {value}; allowed: at most {limit} with {limiting} = {size}; unset RANK, "
+            "WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE, or let torchrun set all of them"
+        )
 
 
 def describe_environment() -> str:
