@@ -130,6 +130,14 @@ INPUT_AND_OUTPUT = [
         ["--job.dump_folder=/dev/null/x"],
         'job.dump_folder: given "/dev/null/x"; allowed: a folder; /dev/null is a file; name another folder',
     ),
+    *(
+        (
+            [f"--job.dump_folder={{0}}/{folder}"],
+            f'job.dump_folder: given "{{0}}/{folder}"; allowed: a folder by its name; {part} is not expanded here, '
+            "only a ~ of a known user at the beginning is; name another folder",
+        )
+        for folder, part in (("$SCRATCH/run", "$SCRATCH"), ("run-${USER}", "run-${USER}"), ("~nobody9/run", "~nobody9"))
+    ),
     (
         ["--profiling.enable_profiling", "--profiling.profile_freq=3"],
         "profiling.profile_freq: given 3; allowed: at least profiler_warmup 3 + profiler_active 1 = 4; write 4 or more",
@@ -184,6 +192,11 @@ def test_initial_safetensors_are_accepted(tmp_path):
         lines("--checkpoint.enable", "--checkpoint.initial_load_in_hf", f"--checkpoint.initial_load_path={tmp_path}")
         == []
     )
+
+
+def test_a_folder_that_is_there_may_have_any_name(tmp_path):
+    (tmp_path / "$HOME").mkdir()
+    assert lines(f"--job.dump_folder={tmp_path}/$HOME/costs $ 5") == []
 
 
 def test_a_read_only_dump_folder_is_refused(monkeypatch):

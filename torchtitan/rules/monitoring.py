@@ -1,6 +1,7 @@
 """Rules on folders, trackers, the profiler, guards and validation metrics."""
 
 import os
+import re
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -44,6 +45,8 @@ def memory_has_a_size(facts: Facts) -> Iterator[Fault]:
         yield from facts.judged(limit_in_bytes, facts.config.memory.limit)
 
 
+NOT_EXPANDED = re.compile(r"~|.*\$[\w{]")
+"""Names of folders as a shell reads them: of a user's home, or with a variable."""
 USED_BY_THE_RUN = {".", *KNOWN_NAMES, *entries_of()}
 
 
@@ -86,6 +89,9 @@ def unwritable(folder: Path) -> tuple[str, str] | None:
         existing = next(p for p in (folder.absolute(), *folder.absolute().parents) if _is_there(p))
         if not existing.exists():
             return "a folder", f"{existing} is a link to {os.readlink(existing)}, which is not there (not mounted?)"
+        new = folder.absolute().relative_to(existing).parts
+        if name := next(filter(NOT_EXPANDED.match, new), ""):
+            return "a folder by its name", f"{name} is not expanded here, only a ~ of a known user at the beginning is"
     except OSError as error:
         return "a folder", error.strerror or str(error)
     if not existing.is_dir():
