@@ -11,7 +11,7 @@ from torchtitan import launch
 from torchtitan.core.errors import JobError
 from torchtitan.launcher import forks, nodes, slurm
 from torchtitan.launcher.nodes import Nodes
-from torchtitan.process import ranks
+from torchtitan.process import distributed, ranks
 from torchtitan.process.exit import REFUSED
 from torchtitan.process.ranks import env_number, parse_number, slurm_job, slurm_seconds_left
 
@@ -59,6 +59,15 @@ def test_variables_that_contradict_each_other_are_refused(variables, message, mo
         monkeypatch.setenv(name, value)
     with pytest.raises(JobError, match=message):
         ranks.read_ranks()
+
+
+def test_a_world_size_without_the_place_of_the_others_is_refused(monkeypatch):
+    for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setattr("torch.distributed.is_initialized", lambda: False)
+    with pytest.raises(JobError, match="WORLD_SIZE in the environment: given 2; allowed: with RANK, MASTER_ADDR and"):
+        distributed.init(ranks.read_ranks(), 10)
 
 
 @pytest.mark.parametrize("head", ["a..b", "x" * 70, ".", "a b", "\ud800"])
