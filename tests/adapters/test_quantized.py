@@ -93,6 +93,18 @@ def test_int8_errors_are_at_most_half_a_step():
     assert sum(t.numel() * t.element_size() for t in (codes, rows)) == weight.numel() * (1 + 4 / 256)
 
 
+@pytest.mark.parametrize("quantizer, block", [(NF4(), 16), (Int8(), 1)])
+def test_rows_of_a_rank_are_packed_as_in_the_full_matrix(quantizer, block):
+    """Of four rows, six ranks have one or none."""
+    weight = torch.randn(4, 32, generator=torch.Generator().manual_seed(0))
+    full_parts = quantizer.quantize(weight.unflatten(1, (-1, block)), weight.abs().amax(1))
+    for rows in weight.tensor_split(6):
+        of_rank = quantizer.quantize(rows.unflatten(1, (-1, block)), rows.abs().amax(1))
+        first = 0 if not len(rows) else int((weight == rows).all(1).nonzero())
+        assert [part.tolist() for part in of_rank] == [part[first : first + len(rows)].tolist() for part in full_parts]
+        assert quantizer.dequantize(*of_rank, dtype=torch.float32).shape == rows.shape
+
+
 def test_bytes_of_a_weight():
     for inputs in (1024, 4096, 11008):
         codes, scales, rows = packed(torch.randn(8, inputs), quantization_block(inputs))
