@@ -126,7 +126,7 @@ class RankSizes(RankWeights):
         return self.hidden if place % (self.recomputed_period or 1) == 0 else self._activations(layer)
 
     def _attention(self, layer: int) -> float:
-        """Return what the backward of attention needs of a layer, from its first product to the input of its last."""
+        """Return the bytes of a layer for attention's backward, from its first product to its last one's input."""
         args, b, inside = self.args, self.compute, self.tokens
         heads, kv_heads = args.n_heads / self.tp, args.num_kv_heads / self.tp
         if hasattr(args, "kv_lora_rank"):
@@ -183,7 +183,7 @@ class RankSizes(RankWeights):
         """Return whether backward needs the input of the linear layers with these names."""
         if self.base is None:
             return True
-        has_dropout = self.base.options.dropout > 0  # what it leaves of the input is stored instead, for each layer
+        has_dropout = self.base.options.dropout > 0  # the rest of the input is stored instead, for each layer
         names = self.base.adapted(self.args.block_linears(layer))
         return not has_dropout and any(fnmatchcase(name, pattern) for name in names)
 
@@ -231,7 +231,7 @@ class RankSizes(RankWeights):
             routed = outside * args.top_k * b * (2 * args.expert_dim + args.dim + exchanged)
             shared = b * (args.dim + 2 * args.n_shared_experts * args.expert_dim) * (args.n_shared_experts > 0)
             return stored + routed + outside * (shared + 4 * (args.dim + args.n_experts))  # combined in float32
-        if self.base is not None:  # x A^T, and the sum of both products next to that of the frozen matrix
+        if self.base is not None:  # x A^T, and the sum of both products next to the frozen one
             factors = self.base.factors(linears, self.tp)
             stored += inside * b * sum(outputs + self.base.options.rank for _, outputs, _ in factors)
         width = linears["feed_forward.w1"][0] / self.tp
@@ -284,9 +284,9 @@ class RankSizes(RankWeights):
         return 3 * inside + outside + inputs + width * self.tokens * (not self._stores_input(layer, "feed_forward.w2"))
 
     def _frozen_gate(self, linears: Sizes, base: FrozenBase) -> float:
-        """Return the values for each feature that the backward of a frozen feed-forward adds to what is stored.
+        """Return the values for each feature that the backward of a frozen feed-forward adds to those stored.
 
-        The gate's backward has the gradient of the product and those of its factors, after the product is freed, which
+        The gate's backward has the gradients of the product and of its factors, after the product is freed, which
         is stored for an adapter of w2. Packed matrices are unpacked before (w2) or after that.
         """
         adapted = base.adapted(linears)
@@ -309,7 +309,7 @@ class RankSizes(RankWeights):
         """Bytes that the backward of attention adds to what its forward has stored, at their peak.
 
         Context parallel computes region by region and adds gradients up in float32 (ring_attention.py): with gathered
-        keys and values for those of all ranks, else for the visiting shard, those on their way and the local one. In
+        keys and values for the ones of all ranks, else for the visiting shard, those on their way and the local one. In
         the largest region half of the queries see these keys. Kernels pad values to the width of the keys.
         """
         args, b = self.args, self.compute

@@ -80,8 +80,8 @@ class WeightCounts(NamedTuple):
     ends: float = 0.0
     """Units of the embedding and the head."""
     partial: float = 0.0
-    """Trained weights of which tensor parallel splits the tokens or heads that read them: each of its ranks computes a
-    part of their gradients."""
+    """Trained weights that read tokens or heads that tensor parallel splits: each of its ranks computes a part of their
+    gradients."""
     partial_parameters: float = 0.0
 
 
@@ -161,8 +161,8 @@ class StepTime:
 
 
 EXPOSED = {"tp": 1.0, "async_tp": 0.35, "cp": 1.0, "ep": 1.0, "overlapped_ep": 0.25, "fsdp": 0.45}
-"""Share of the messages' time that a rank waits for, on GPUs. "fsdp": by which messages slow the computation beside
-them, as they take cores and memory bandwidth from it."""
+"""Share of the messages' time that a rank waits for, on GPUs. "fsdp": the share that they add to the computation
+beside them, as they take cores and memory bandwidth from it."""
 
 
 class MessageTime(NamedTuple):
@@ -185,7 +185,7 @@ class MessageTime(NamedTuple):
 
 
 Line = Link | MeasuredCollective
-"""What has a latency and a reached bandwidth."""
+"""Figures with a latency and a reached bandwidth."""
 
 
 @dataclass(frozen=True)
@@ -256,7 +256,7 @@ class Links:
         return MessageTime(2 * ring.transfer, 2 * messages * hops)
 
     def exchange(self, size: float, group: float, stride: int, messages: float = 1) -> MessageTime:
-        """Return the time of all-to-alls, in which a rank sends its part of `size` bytes to each of the others.
+        """Return the time of all-to-alls, where a rank sends its part of `size` bytes to each of the others.
 
         The group is as in `gather`, but every rank sends its parts for other machines itself, one after the other.
         """
@@ -270,9 +270,9 @@ class Links:
         return MessageTime(max(inside, between), messages * hops)
 
     def sent(self, kind: str, size: float, calls: float, group: Sequence[int]) -> MessageTime:
-        """Return the time of `calls` messages of a kind, in which a rank of `group` sends `size` bytes in all.
+        """Return the time of `calls` messages of a kind. A rank of `group` sends `size` bytes in all.
 
-        Kinds and bytes are those of `Traffic` (traffic.py).
+        Kinds and bytes are as in `Traffic` (traffic.py).
         """
         if len(group) < 2 or kind in ("receive", "barrier"):
             return MessageTime()
@@ -373,8 +373,8 @@ class MessageTimer:
         return messages.times(self.turns(plan))
 
     def sum_partial_gradients(self, plan: Plan, weights: WeightCounts) -> MessageTime:
-        """Return the time to sum the gradients of which each tensor-parallel rank has a part: in each pass, or in a
-        pipeline at its end.
+        """Return the time to sum gradients that each tensor-parallel rank has a part of: in each pass, or in a pipeline
+        at its end.
         """
         size = self.workload.reduced_bytes if plan.pp > 1 else self.workload.compute_bytes
         sums = self.links_of(plan).all_reduce(size * weights.partial, plan.tp, 1, weights.partial_parameters)
@@ -416,7 +416,7 @@ class MessageTimer:
         return links.gather(size, plan.cp, plan.tp), links.exchange(size, plan.cp, plan.tp)
 
     def send(self, plan: Plan, messages: float = 1) -> MessageTime:
-        """Return the time from the end of a stage to its result's arrival on the next rank, of so many messages."""
+        """Return the time from the end of a stage to its result's arrival on the next rank, for some messages."""
         tokens = plan.microbatch * self.workload.seq_len / plan.cp / plan.tp
         size = self.workload.compute_bytes * self.workload.args.dim * tokens
         message = self.links_of(plan).send(messages * size, plan.gpus, messages)
@@ -427,7 +427,7 @@ class MessageTimer:
     def gather_weights(
         self, plan: Plan, dense: float, weights: WeightCounts, units: float, inner: int = 0
     ) -> MessageTime:
-        """Return the time to gather `dense` bytes in so many units, and the experts of `weights`.
+        """Return the time to gather `dense` bytes in this number of units, and the experts of `weights`.
 
         `inner`: number of ranks that share a second copy; 0 to gather from all shards.
         """
@@ -443,7 +443,7 @@ class MessageTimer:
     def reduce_gradients(self, plan: Plan, weights: WeightCounts) -> MessageTime:
         """Return the time to reduce the gradients of a rank's weights.
 
-        Quantized reductions are all-to-alls, in two hops where there are second shards.
+        Quantized reductions are all-to-alls, in two hops with second shards.
         """
         workload, links = self.workload, self.links_of(plan)
         size = workload.message_bytes(workload.reduce_bits, workload.reduced_bytes)
