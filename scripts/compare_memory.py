@@ -1,6 +1,6 @@
 """Compare the memory that the formula predicts with rehearsals, on random legal plans of models of published widths.
 
-    python scripts/compare_memory.py --count 200 [--seed 1] [--kinds dense|experts|all|adapters|optimizers]
+    python scripts/compare_memory.py --count 200 [--seed 1] [--kinds dense|experts|all|families|adapters|optimizers]
 
 Prints each plan that differs by more than 3 % of the rehearsed peak, and how many do. Takes about 2 s a plan.
 """
@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 import torch
 
-from tests.support.memory_plans import MODELS, adapter_plan, memory_plan, optimizer_plan
+from tests.support.memory_plans import FAMILIES, MODELS, adapter_plan, memory_plan, optimizer_plan
 from torchtitan.config.manager import load
 from torchtitan.job import ResolvedJob
 from torchtitan.planner.estimate import predict, worst
@@ -26,6 +26,7 @@ KINDS = {
     "dense": partial(memory_plan, models=MODELS[:6]),
     "experts": partial(memory_plan, models=MODELS[6:]),
     "all": memory_plan,
+    "families": partial(memory_plan, models=FAMILIES),
     "adapters": adapter_plan,
     "optimizers": optimizer_plan,
 }

@@ -5,11 +5,12 @@ import operator
 
 import pytest
 
-from tests.support.memory_plans import MODELS, adapter_plan, memory_plan, memory_plans, optimizer_plan
+from tests.support.memory_plans import FAMILIES, MODELS, adapter_plan, memory_plan, memory_plans, optimizer_plan
 from tests.support.pool import run_alone
 from torchtitan.config.manager import load
 from torchtitan.core.hardware import load_hardware
 from torchtitan.job import ResolvedJob
+from torchtitan.models import SIZES
 from torchtitan.parallelisms.pipeline.actions import with_full_backward
 from torchtitan.parallelisms.pipeline.cut import schedule_traits, stages_of_rank
 from torchtitan.parallelisms.pipeline.runtime import build_table
@@ -91,6 +92,13 @@ def test_stages_in_flight_are_those_of_the_table(schedule, merged):
                 stages = stages_of_rank(rank, pp, pp * chunks, schedule_traits(schedule).style)
                 states = stages_in_flight(schedule, rank, pp, microbatches, chunks, merged)
                 assert set(states) == fullest_states(row, stages), (pp, microbatches, rank)
+
+
+def test_random_plans_are_of_all_families_that_the_formula_describes():
+    """All decoders without layers that have a state."""
+    decoders = {name: flavors["debugmodel"] for name, flavors in SIZES.items() if name != "roberta"}
+    without_state = {name for name, args in decoders.items() if not hasattr(args, "n_state_layers")}
+    assert {family for family, _ in FAMILIES} == without_state
 
 
 def rehearsed_peaks(jobs):

@@ -88,7 +88,7 @@ def test_actions_of_a_pipeline_take_time_on_a_cpu(schedule, actions):
 def test_gathers_on_a_cpu_add_to_computation(passes):
     """Each block gathers its weights twice a pass, in latency + half of the bytes / bandwidth, and reduces once.
 
-    The embedding and the head, which are further units, are gathered once.
+    The embedding and the head, which are further units, are gathered once. A rank sums its half of both gradients.
     """
     plan, times = Plan(shards=2, microbatch=8 // passes, passes=passes), timer()
     weights, link = times.rank_weights(plan).dense, CPU.machine_link
@@ -98,7 +98,7 @@ def test_gathers_on_a_cpu_add_to_computation(passes):
     def exchange(sent, ends=2):
         return (args.n_layers + ends) * link.latency + sent / 2 / link.bandwidth
 
-    copied = times._moved(2 * (size * (weights + gathered_again) + 4 * weights))
+    copied = times._moved(2 * (size * (weights + gathered_again) + 4 * weights) + 3 * 4 * weights / 2)
     expected = passes * (exchange(size * weights) + exchange(size * gathered_again, 0) + exchange(4 * weights) + copied)
     assert times.step_time(plan).parts["fsdp"] == pytest.approx(expected)
     overlapped = timer(dataclasses.replace(CPU, cores=None)).step_time(plan).parts["fsdp"]
@@ -234,6 +234,16 @@ def test_context_parallel_between_machines_shares_their_network_cards():
     assert ring.transfer == pytest.approx(4 * 15 / 16 * size / between)
 
 
+def test_reductions_on_a_cpu_take_what_all_to_alls_do():
+    """gloo's own sums are on all ranks, so FSDP exchanges the parts; a GPU has a message for both."""
+    rows = (measured_row("reduce_scatter"), measured_row("all_to_all", bandwidth=3e9))
+    collectives = MeasuredCollectives(version=1, rows=rows)
+    weights = WeightCounts(dense=6e9, experts=0.0, blocks=2)
+    for hardware, bandwidth in ((CPU, 3e9), (load_hardware("h100-80"), 1e9)):
+        messages = timer(dataclasses.replace(hardware, collectives=collectives, cores=hardware.cores and 8)).messages
+        assert messages.reduce_gradients(Plan(shards=8), weights) == pytest.approx((7 / 8 * 24e9 / bandwidth, 14e-5))
+
+
 def test_quantized_reductions_between_machines_take_two_hops():
     """An all-to-all of all numbers in a machine of 8, then one of an eighth of them with the same GPU of the other."""
     times = timer(load_hardware("h100-80"), reduce_bits=4, reshard=8)
@@ -280,7 +290,7 @@ def test_replicas_on_a_cpu_add_their_sums_and_pipelines_their_gathers():
     pipeline = Plan(shards=2, pp=2, schedule="1F1B", microbatches=8)
     weights, turns, units = times.rank_weights(pipeline).dense, 2, blocks / 2 + 1
     sizes = (times.workload.compute_bytes * weights, 4 * weights)
-    copied = turns * times._moved(2 * sum(sizes))
+    copied = turns * times._moved(2 * sum(sizes) + 3 * 4 * weights / 2)
     expected = copied + turns * sum(units * link.latency + size / 2 / link.bandwidth for size in sizes)
     assert times.step_time(pipeline).parts["fsdp"] == pytest.approx(expected)
 

@@ -41,7 +41,6 @@ UNNAMED = {
     "parallelisms/plan",
     "parallelisms/ring_attention",
     "parallelisms/sequence_layout",
-    "planner/plan",
     "train",
     "training/caller_batches",
     "training/run",

@@ -7,6 +7,7 @@ import random
 from collections.abc import Callable, Iterator
 
 from torchtitan.config.manager import load
+from torchtitan.models import SIZES
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES
 from torchtitan.rules import check
 
@@ -20,6 +21,15 @@ MODELS = (
     ("qwen3_moe", "30B-A3B"),
     ("deepseek", "671B"),
 )
+FAMILIES = (
+    *MODELS,
+    *(("llama2", "7B"), ("deepseek", "16B"), ("deepseek", "236B"), ("gemma2", "9B"), ("gemma3", "12B"), ("glm", "9B")),
+    *(("glm4", "9B"), ("glm4_moe", "106B-A12B"), ("gpt2", "1558M"), ("gpt_oss", "20B"), ("granite", "8B")),
+    *(("mistral", "Nemo-12B"), ("mixtral", "8x7B"), ("olmo2", "7B"), ("olmo3", "7B"), ("opt", "6.7B")),
+    *(("phi3", "mini-4k"), ("phi4", "14B"), ("qwen2", "7B"), ("qwen2_moe", "57B-A14B"), ("seed_oss", "36B")),
+    ("smollm3", "3B"),
+)
+"""Models of all families that the formula describes."""
 SMALL_MODELS = tuple((family, "debugmodel") for family in ("llama3", "qwen3", "qwen3_moe", "deepseek"))
 MOST_PASSES = 12
 """Most layers times microbatches of a job whose messages are rehearsed."""
@@ -122,11 +132,13 @@ def _proposed(chooser: random.Random, models: tuple[tuple[str, str], ...]) -> tu
     layers = chooser.randint(1, 3) * pp * SCHEDULES[schedule].stages_per_rank if pp > 1 else chooser.randint(2, 5)
     mode, option = choose(RECOMPUTE)
     local = choose((1, 2)) if pp == 1 else pp * choose((2, 3, 4))
-    dense = ", n_dense_layers = 0" if family == "deepseek" else ""
+    sizes = SIZES[family][flavor]
+    dense = ", n_dense_layers = 0" if getattr(sizes, "n_dense_layers", 0) else ""
+    learned_positions = ", max_seq_len = 8192" if family in ("gpt2", "opt") else ""
     settings = {
         "model.name": family,
         "model.flavor": flavor,
-        "model.overrides": f"{{n_layers = {layers}{dense}}}",
+        "model.overrides": f"{{n_layers = {layers}{dense}{learned_positions}}}",
         "model.tokenizer_path": "bytes",
         "training.document_mask": "false",
         "training.seq_len": choose((2048, 4096, 8192)),
@@ -144,7 +156,7 @@ def _proposed(chooser: random.Random, models: tuple[tuple[str, str], ...]) -> tu
     }
     if pp > 1:
         settings["parallelism.pipeline_parallel_schedule"] = schedule
-    if family in ("qwen3_moe", "deepseek"):
+    if getattr(sizes, "n_experts", 0):
         settings["parallelism.expert_parallel_degree"] = choose((1, 8, 32))
     return shard * replicas * tp * cp * pp, [f"--{name}={value}" for name, value in settings.items()]
 

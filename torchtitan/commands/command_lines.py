@@ -389,7 +389,7 @@ def _plan() -> CommandParser:
     gpu = f"{', '.join(known_hardware())}, or a file (default {USUAL_GPU})"
     parser.add_argument("--gpu", default=USUAL_GPU, metavar="NAME", help=gpu)
     parser.add_argument("--machine", type=count, metavar="N", help="GPUs in a machine (default: the hardware's)")
-    memory = "memory of a GPU, with a unit as in 80GiB (default: the hardware's)"
+    memory = "memory of a GPU, with a unit as in 80GiB (default: the job's memory.limit, or the hardware's)"
     parser.add_argument("--memory", type=size_in_bytes, metavar="SIZE", help=memory)
     tokens = "tokens of the whole run, as 15e12 (default: the job's)"
     parser.add_argument("--tokens", type=number_above_0, metavar="X", help=tokens)

@@ -22,7 +22,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.layers import nest
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError, LimitError, format_bytes
-from torchtitan.core.hardware import load_hardware
+from torchtitan.core.hardware import Hardware, load_hardware
 from torchtitan.core.progress_bar import waiting
 from torchtitan.job import ResolvedJob
 from torchtitan.metrics.plot import GREY, HELD_OUT, INK, LOSS, RATE, RAW, STYLE, check_format
@@ -48,11 +48,12 @@ from torchtitan.planner.answer import (
 from torchtitan.planner.failures import Failures
 from torchtitan.planner.informative_runs import differing_options, run_lines, runs_to_measure
 from torchtitan.planner.memory.closed_form import NEEDED, RESERVED, fit, needed, reserved
-from torchtitan.planner.plan import Plan, Workload, planning_obstacle
+from torchtitan.planner.plan import Plan, Workload, pipeline_obstacle, planning_obstacle
 from torchtitan.planner.search import Candidate, Limits, Result, Search, faults_as_new
 from torchtitan.planner.smaller_states import remedy
 from torchtitan.planner.time.measured_runs import calibrate, usual_calibration
 from torchtitan.planner.trace import check_ending, write_trace
+from torchtitan.process.machine import limit_as_share
 from torchtitan.rules.loading import load_job
 
 LABEL: dict[str, Any] = {
@@ -217,8 +218,8 @@ class PlanRequest:
         job = self.search.base
         if faults := faults_as_new(job):
             return f"is not legal on {gpus_text(self.gpus)}: {faults[0]}"
-        if job.layout.pp > 1 and self.search.workload.base is not None:
-            return "is not predicted: the formulas describe adapters without a pipeline"
+        if obstacle := pipeline_obstacle(job):
+            return f"is not predicted: {obstacle}"
         return self.search.candidate(Plan.of(job, self.search.samples))
 
     def alternatives(self) -> list[tuple[str, Candidate | None]]:
@@ -339,7 +340,7 @@ def ask(options: argparse.Namespace, job: ResolvedJob) -> PlanRequest:
     calibration = usual_calibration(hardware)
     if options.runs:
         calibration, residuals = calibrate(options.runs, hardware, calibration)
-    memory = options.memory or hardware.memory_gib * 2**30
+    memory = options.memory or memory_limit(config, hardware)
     price = options.price or hardware.price
     tokens = options.tokens or config.training.tokens or config.training.steps * workload.tokens
     search = Search(job, workload, samples, hardware, calibration)
@@ -347,6 +348,12 @@ def ask(options: argparse.Namespace, job: ResolvedJob) -> PlanRequest:
     slowdown = failures.slowdown(options.gpus) if failures else 1.0
     limits = Limits(memory, most_seconds(options, slowdown * tokens / workload.tokens, price))
     return PlanRequest(options, search, limits, Cost(tokens, price, failures), residuals)
+
+
+def memory_limit(config: JobConfig, hardware: Hardware) -> float:
+    """Return the bytes of a device that the job may use. Nothing enforces the job's limit on a CPU."""
+    total, limit = hardware.memory_gib * 2**30, config.memory.limit
+    return total if limit is None or hardware.cores is not None else total * limit_as_share(limit, int(total))
 
 
 def expected_failures(options: argparse.Namespace, search: Search) -> Failures | None:

@@ -10,7 +10,7 @@ from torchtitan.core.hardware import Hardware
 from torchtitan.job import ResolvedJob
 from torchtitan.planner.failures import Failures
 from torchtitan.planner.memory.closed_form import LIMITS, fit
-from torchtitan.planner.plan import Plan, Workload, planning_obstacle
+from torchtitan.planner.plan import Plan, Workload, pipeline_obstacle, planning_obstacle
 from torchtitan.planner.search import MOST_ACTIONS, Candidate, PipelineTimer, Result
 from torchtitan.planner.time.measured_runs import usual_calibration
 from torchtitan.planner.time.messages import PARTS, Calibration, StepTime
@@ -236,13 +236,10 @@ Predicted = tuple[PipelineTimer, Plan, StepTime]
 
 def predicted_step(job: ResolvedJob, hardware: Hardware) -> Predicted | None:
     """Predict a step of a job as `torchtitan plan` does; None for a job that the formulas do not describe."""
-    degrees = job.layout.parallelism
-    is_unusual = degrees.pipeline_parallel_schedule_csv or degrees.module_fqns_per_model_part
-    if planning_obstacle(job.model) or is_unusual or (hardware.cores is None) != (job.device_type == "cuda"):
+    obstacle = planning_obstacle(job.model) or pipeline_obstacle(job)
+    if obstacle or (hardware.cores is None) != (job.device_type == "cuda"):
         return None
     plan, workload = Plan.of(job, job.layout.samples), Workload.of(job, job.layout.samples)
-    if plan.pp > 1 and workload.base is not None:
-        return None
     timer = PipelineTimer(StepTimer(workload, hardware, usual_calibration(hardware)))
     return timer, plan, timer.step_time(plan)
 

@@ -9,6 +9,7 @@ from functools import cached_property
 from math import ceil
 from typing import Any
 
+from torchtitan.adapters import NONE
 from torchtitan.config.sections.model import Compile, Parallelism
 from torchtitan.job import ResolvedJob
 from torchtitan.job.layout import JobLayout
@@ -38,11 +39,25 @@ def planning_obstacle(model: JobModel) -> str:
     if getattr(model.args, "attention_dropout", 0.0):
         reason = "the formulas do not describe the probabilities that attention_dropout keeps; set it to 0 in "
         return f"model.name = {name!r}: {reason}model.overrides, or use `torchtitan estimate`"
+    remedy = "leave it out, or use `torchtitan estimate`"
+    if getattr(model.args, "n_mtp_layers", 0):
+        return f"n_mtp_layers in model.overrides: the formulas do not describe multi-token prediction; {remedy}"
+    if model.model.s2_group_size:
+        return f"model.s2_group_size: the formulas do not describe attention in shifted groups; {remedy}"
     if obstacle := adapter_obstacle(model):
         return obstacle
     if task not in ("pretrain", "sft"):
         return f"task.kind = {task!r}: the formulas are of next-token losses; use `torchtitan bench`"
     return ""
+
+
+def pipeline_obstacle(job: ResolvedJob) -> str:
+    """Return why the formulas do not describe the pipeline of the job's own plan; empty if they do."""
+    for option in ("pipeline_parallel_schedule_csv", "module_fqns_per_model_part"):
+        if job.layout.pp > 1 and getattr(job.layout.parallelism, option) is not None:
+            return f"parallelism.{option}: the formulas are of named schedules and usual stages"
+    is_adapted = job.config.adapter.kind != NONE
+    return "the formulas describe adapters without a pipeline" if is_adapted and job.layout.pp > 1 else ""
 
 
 @dataclass(frozen=True)
@@ -74,6 +89,12 @@ class Workload:
     gathers_once: bool = False
     """Weights are gathered and gradients reduced once in a step and not in every pass, as by Megatron's distributed
     optimizer; no job here has it."""
+    sequence_parallel: bool = True
+    """True if tensor parallel splits the tokens between its regions."""
+    loss_parallel: bool = True
+    """True if tensor parallel splits the logits."""
+    balances_context: bool = True
+    """True if each context-parallel rank has early and late tokens, which see few and many keys."""
     base: FrozenBase | None = None
     """The frozen model under an adapter; None if all weights are trained."""
 
@@ -99,6 +120,9 @@ class Workload:
             float8_share=sum(float8_weights(layout, args, layer) for layer in layers) / (dense + ends),
             reduced_bytes=BYTES[training.mixed_precision_reduce],
             reduce_bits=BITS[degrees.fsdp_quantized_reduce],
+            sequence_parallel=not degrees.disable_sequence_parallel,
+            loss_parallel=not degrees.disable_loss_parallel,
+            balances_context=degrees.context_parallel_load_balancer == "headtail",
             base=FrozenBase.of(job),
         )
 
@@ -165,11 +189,27 @@ class Workload:
         """Mean number of keys of a query."""
         return mean_over_layers(self.args, self.seq_len, causal_keys)
 
+    def most_keys(self, plan: "Plan") -> float:
+        """Return the mean number of keys of a query on the context-parallel rank with the most."""
+        if self.balances_context or plan.cp == 1 or plan.cp_method == "ulysses":
+            return self.mean_keys
+        earlier = mean_over_layers(self.args, self.seq_len * (plan.cp - 1) // plan.cp, causal_keys)
+        return plan.cp * self.mean_keys - (plan.cp - 1) * earlier  # of the last part of the sequence
+
+    def local_tokens(self, plan: "Plan") -> float:
+        """Return the tokens of a forward pass on a rank between regions of tensor parallel."""
+        tokens = plan.microbatch * self.seq_len / plan.cp
+        return tokens / plan.tp if self.sequence_parallel else tokens
+
+    def logits_width(self, plan: "Plan") -> float:
+        """Return the logits of a token on a rank."""
+        return float(self.args.vocab_size / (plan.tp if self.loss_parallel else 1))
+
     def loss_pieces(self, plan: "Plan") -> int:
         """Return the number of chunks of the head and the loss for one microbatch: one if the plan does not say."""
         if plan.loss_chunks != 0:
             return plan.loss_chunks or 1
-        return auto_chunks(plan.microbatch * self.seq_len // plan.cp, self.args.vocab_size // plan.tp, "cuda")
+        return auto_chunks(plan.microbatch * self.seq_len // plan.cp, int(self.logits_width(plan)), "cuda")
 
     @property
     def embedding_size(self) -> int:

@@ -20,7 +20,7 @@ from torchtitan.job.layout import JobLayout
 from torchtitan.launcher.run_folder import JOB_FILE, job_of_step, plan_of_start, step_of_start
 from torchtitan.metrics.curves import read_thinned
 from torchtitan.metrics.json_lines import METRICS, Record, is_finite
-from torchtitan.planner.plan import Plan, Workload, planning_obstacle
+from torchtitan.planner.plan import Plan, Workload, pipeline_obstacle, planning_obstacle
 from torchtitan.planner.time.messages import FACTORS, PARTS, Calibration, Parts, StepTime
 from torchtitan.planner.time.step_time import UNPUBLISHED_SPREAD, StepTimer
 
@@ -214,10 +214,8 @@ class MeasuredRun:
         self.samples = self.recorded.samples if self.recorded else round(tokens / job.config.training.seq_len)
         if not self.samples:
             raise JobError(f"{folder}: its steps have fewer tokens than a sample; give a run with its own {JOB_FILE}")
-        degrees = job.config.parallelism
-        for option in ("pipeline_parallel_schedule_csv", "module_fqns_per_model_part"):
-            if degrees.pipeline_parallel_degree > 1 and getattr(degrees, option) is not None:
-                raise JobError(f"{folder}: parallelism.{option}: the formulas are of named schedules and usual stages")
+        if reason := pipeline_obstacle(job):
+            raise JobError(f"{folder}: {reason}")
         self.job = job.on_ranks(self._gpus(job.layout))
         try:
             self.plan = Plan.of(self.job, self.samples)

@@ -361,14 +361,18 @@ class MessageTimer:
     def of_ends(self, plan: Plan, tokens: float, embedding: bool, head: bool) -> MessageTime:
         """Return the messages of tensor parallel at the embedding and the head in forward and backward.
 
-        The loss needs the largest logit of each token, and then the sum of their powers and the logit of its label.
+        The loss needs all logits or, if they stay split, the largest one of each token, and then the sum of their
+        powers and the logit of its label.
         """
         if plan.tp == 1:
             return MessageTime()
         links, pieces = self.links_of(plan), self.workload.loss_pieces(plan)
         frozen = self.workload.base is not None  # the embedding needs no gradient then
         messages = self._region_border(plan, tokens).times(embedding * (0.5 if frozen else 1) + head)
-        if head:
+        if head and not self.workload.loss_parallel:
+            logits = self.workload.compute_bytes * tokens * self.workload.args.vocab_size
+            messages = messages.and_then(links.gather(logits, plan.tp, 1, pieces))
+        elif head:
             messages = messages.and_then(links.all_reduce(3 * FLOAT32 * tokens, plan.tp, 1, 2 * pieces))
         return messages.times(self.turns(plan))
 
@@ -417,8 +421,7 @@ class MessageTimer:
 
     def send(self, plan: Plan, messages: float = 1) -> MessageTime:
         """Return the time from the end of a stage to its result's arrival on the next rank, for some messages."""
-        tokens = plan.microbatch * self.workload.seq_len / plan.cp / plan.tp
-        size = self.workload.compute_bytes * self.workload.args.dim * tokens
+        size = self.workload.compute_bytes * self.workload.args.dim * self.workload.local_tokens(plan)
         message = self.links_of(plan).send(messages * size, plan.gpus, messages)
         return message.times(self.turns(plan))
 
@@ -443,7 +446,7 @@ class MessageTimer:
     def reduce_gradients(self, plan: Plan, weights: WeightCounts) -> MessageTime:
         """Return the time to reduce the gradients of a rank's weights.
 
-        Quantized reductions are all-to-alls, in two hops with second shards.
+        Quantized reductions are all-to-alls, in two hops with second shards, and so are those on a CPU, in one hop.
         """
         workload, links = self.workload, self.links_of(plan)
         size = workload.message_bytes(workload.reduce_bits, workload.reduced_bytes)
@@ -452,6 +455,8 @@ class MessageTimer:
 
         def hops(numbers: float, units: float, group: float, stride: int, inner: int) -> MessageTime:
             if not workload.reduce_bits:
+                if not self.overlap:  # ExchangeAndSum of parallelisms/data_parallel.py
+                    return links.exchange(size * numbers, group, stride, units)
                 return links.gather(size * numbers, group, stride, units, "reduce_scatter")
             messages = units * max(1, ceil(numbers / units / PIECE))
             if inner == 1:

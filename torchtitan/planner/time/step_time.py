@@ -95,7 +95,7 @@ class StepTimer:
 
     def _attention(self, plan: Plan, tokens: float) -> float:
         """Return the seconds of attention's two products in forward."""
-        args, keys = self.workload.args, self.workload.mean_keys
+        args, keys = self.workload.args, self.workload.most_keys(plan)
         widths = args.qk_head_dim + args.v_head_dim if hasattr(args, "kv_lora_rank") else 2 * args.head_dim
         peak = self.hardware.peak.bfloat16 if self.workload.compute_bytes == 2 else self.hardware.peak.float32
         flops = 2 * tokens * args.n_heads / plan.tp * widths * keys
@@ -203,7 +203,7 @@ class StepTimer:
     def _block(self, plan: Plan, kind: int, replayed: float) -> BlockTime:
         sizes = self.workload.kinds[kind]
         tokens = plan.microbatch * self.workload.seq_len / plan.cp
-        local_tokens = tokens / plan.tp
+        local_tokens = self.workload.local_tokens(plan)
         slowdown = self.hardware.slowdown(plan.gpus)
         products = weight_grad = slowdown * self._linears(plan, sizes, tokens, local_tokens)
         low_rank, added_size, unpacked_size = self._low_rank(plan, sizes, tokens)
@@ -270,7 +270,7 @@ class StepTimer:
         passes = COMPILED_PASSES if plan.compiled else EAGER_PASSES
         has_grad = chunks > 1 and self.workload.base is None
         sums = 4 * chunks * self.workload.embedding_size / plan.tp if has_grad else 0.0
-        logits = slowdown * self._moved(passes * 12 * tokens * args.vocab_size / plan.tp + sums)
+        logits = slowdown * self._moved(passes * 12 * tokens * self.workload.logits_width(plan) + sums)
         return product, logits
 
     def waited_at_ends(self, plan: Plan, embedding: bool, head: bool) -> float:
@@ -531,9 +531,15 @@ class StepTimer:
     def _copied(self, plan: Plan, weights: WeightCounts, dense: float, experts: float) -> float:
         """Return the seconds to copy weights out of gathered buffers, and gradients into those that are reduced.
 
-        `dense`, `experts`: gathered bytes of weights that are no expert's, and gathered weights of experts.
+        `dense`, `experts`: gathered bytes of weights that are no expert's, and gathered weights of experts. Gradients
+        that are not quantized are summed by the rank that keeps them: each sum reads two parts and writes one.
         """
-        copied = (dense + self.workload.reduced_bytes * weights.dense) * (plan.shards * plan.cp > 1)
-        of_experts = self.workload.weight_bytes * experts + self.workload.reduced_bytes * weights.experts
-        copied += of_experts * (plan.expert_shards > 1)
-        return self.hardware.slowdown(plan.gpus) * self._moved(2 * copied)  # read and written
+        moved = 0.0
+        for gathered, numbers, group in (
+            (dense, weights.dense, plan.shards * plan.cp),
+            (self.workload.weight_bytes * experts, weights.experts, plan.expert_shards),
+        ):
+            reduced = self.workload.reduced_bytes * numbers
+            sums = 0.0 if self.workload.reduce_bits else 3 * reduced * (1 - 1 / group)
+            moved += (2 * (gathered + reduced) + sums) * (group > 1)  # copies are read and written
+        return self.hardware.slowdown(plan.gpus) * self._moved(moved)
