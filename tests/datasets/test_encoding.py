@@ -53,6 +53,10 @@ def test_a_field_holds_text_ids_or_segments():
         ([{"text": "a"}], "segment 0 of field 'f' has text: str; allowed: text: str and label: bool"),
         ([*segments(("a", True)), {"text": 1, "label": True}], "segment 1 of field 'f' has text: int, label: bool"),
         ([{}], "segment 0 of field 'f' has nothing"),
+        (
+            [{"text": "a", "label": True, "weight": 0}],
+            "(whether it is trained), and not train, weight, loss of messages",
+        ),
         ([{"from": ["gpt"], "value": "a"}], "message 0 of field 'f' has list as role, not text"),
     ],
 )

@@ -309,6 +309,9 @@ def test_json_in_a_text_field_is_a_list_only_where_its_name_says_so():
     assert RecordReader("messages").document({"messages": "[sic] text"}, "", "").content == "[sic] text"
     assert RecordReader("input_ids").document({"input_ids": "[5, 2]"}, "", "").content == [Span([5, 2])]
     assert "begins like a list, but is no JSON" in refused({"messages": text[:-1]}, text_field="messages")
+    for ids in ("[5 2]", "tensor([5, 2])", "5,2", '["5"]'):  # as numpy, torch and others print them in a table
+        message = refused({"input_ids": ids}, text_field="input_ids")
+        assert "field 'input_ids' holds text that is no list of token ids as JSON" in message
     message = refused({"text": text}, **SFT)
     assert 'set training.format = "chat" and training.fields = { messages = "text" }' in message
     assert 'training.format = "completion" and training.fields = { text = "text" } to learn the JSON' in message

@@ -136,6 +136,8 @@ def test_large_text_files_are_cut_at_line_ends(tmp_path, monkeypatch, line):
 def test_pieces_are_not_found_by_reading_the_file(tmp_path):
     with (tmp_path / "big.txt").open("wb") as file:
         file.truncate(2**40)  # a hole: takes no space, and no time unless it is read
+        file.seek(10**6 * PIECE)
+        file.write(b"a" * 2 * PIECE)
     source = text(str(tmp_path / "big.txt"), "text")
     assert len(source) == 2**40 // PIECE
     assert len(source.get(10**6).text) == PIECE
@@ -287,6 +289,15 @@ def test_text_that_is_not_utf8(tmp_path):
     assert len(TextFile(path, "a.txt")) == 2
     message = refusal(path)
     assert f"{path}: byte 300003 (0xe9) is not UTF-8; convert the file to UTF-8" in message
+
+
+@pytest.mark.parametrize("content", ["hello\n".encode("utf-16-le"), b"hello\n" + bytes(100)])
+def test_text_with_many_nuls_is_refused(tmp_path, content):
+    """UTF-16 without its mark is valid UTF-8, and so are the zeros at the end of a file that was not written."""
+    message = refusal(write(tmp_path / "a.txt", content))
+    assert f"a quarter of bytes 0 to {len(content)} is NUL, as in UTF-16" in message
+    (item,) = text(str(write(tmp_path / "b.txt", b"a\0bca")), "text").documents()
+    assert item.content == "a\0bca"
 
 
 def test_a_file_that_shrinks(tmp_path):

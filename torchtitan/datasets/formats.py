@@ -13,7 +13,7 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from torchtitan.core.errors import LimitError
-from torchtitan.datasets.messages import LIST_OF_TABLES, MessageReader, as_list, is_messages, is_segments, parsed
+from torchtitan.datasets.messages import FLAGS, LIST_OF_TABLES, MessageReader, as_list, is_messages, is_segments, parsed
 from torchtitan.datasets.sources import REMEDY, Chat, DataError, Document, Span
 
 PLACEHOLDERS = ("instruction", "input", "system")
@@ -260,11 +260,11 @@ def to_document(value: Any, field: str, location: str, short_location: str, maps
 
 def _segment_span(item: dict[str, Any], number: int, field: str, location: str) -> Span:
     content, trained = item.get("text"), item.get("label")
-    if not isinstance(content, str) or not isinstance(trained, bool):
+    if not isinstance(content, str) or not isinstance(trained, bool) or not item.keys().isdisjoint(FLAGS):
         types = ", ".join(f"{name}: {type(value).__name__}" for name, value in list(item.items())[:20]) or "nothing"
         raise DataError(
             f"{location}: segment {number} of field {field!r} has {types}; allowed: text: str and label: bool (whether "
-            f"it is trained); {REMEDY}"
+            f"it is trained), and not {', '.join(FLAGS)} of messages; {REMEDY}"
         )
     return Span(content, trained)
 
@@ -272,12 +272,15 @@ def _segment_span(item: dict[str, Any], number: int, field: str, location: str) 
 def field_holds(value: str, field: str, location: str) -> Any:
     """Return what a text holds in a field that one of LISTS names: a list as JSON, as in CSV, or the text itself.
 
-    Raises DataError, which names `location`, if it begins like messages or segments and is no JSON."""
+    Raises DataError, which names `location`, if it begins like messages or segments, or should be ids, and is no JSON.
+    """
     content = parsed(value) if value.lstrip().startswith("[") else None
     if is_messages(content) or is_segments(content):
         return content
     if isinstance(content, list) and content and all(type(item) is int for item in content):
         return content
+    if field == "input_ids" and value.strip():
+        raise DataError(f"{location}: field {field!r} holds text that is no list of token ids as JSON; {REMEDY}")
     if content is None and LIST_OF_TABLES.match(value):
         raise DataError(
             f"{location}: field {field!r} begins like a list, but is no JSON; write it with json.dumps, or {REMEDY}"

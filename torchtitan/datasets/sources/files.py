@@ -372,7 +372,13 @@ class TextFile(IndexedFile):
         content = self.bytes(start, stop)
         skip = 3 if start == 0 and content.startswith(b"\xef\xbb\xbf") else 0  # byte order mark of some editors
         location = f"{self.name}, bytes {start}-{stop}" if len(self) > 1 else self.name
-        return Document(decode_utf8(content[skip:], str(self.path), start + skip), location)
+        decoded = decode_utf8(content[skip:], str(self.path), start + skip)
+        if 4 * decoded.count("\0") > len(decoded):
+            raise DataError(
+                f"{self.path}: more than a quarter of bytes {start} to {stop} is NUL, as in UTF-16, or in a file that "
+                f"was not written to its end; convert it to UTF-8; {REMEDY}"
+            )
+        return Document(decoded, location)
 
     def _border(self, index: int) -> int:
         target = index * PIECE
