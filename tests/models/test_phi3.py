@@ -7,7 +7,7 @@ import torch
 from transformers import Phi3Config
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from tests.support.hf_parity import write_folder
+from tests.support.hf_parity import build, write_folder
 from tests.support.judged import lines
 from tests.support.tiny_decoders import GATED
 from torchtitan.commands import generate
@@ -42,3 +42,14 @@ def test_texts_beyond_the_short_factors_are_refused(tmp_path):
     assert "at most the 64 tokens up to which the model has its short factors" in " ".join(lines(*job))
     assert "short factors" not in " ".join(lines(*job[:3], "--training.seq_len=64"))
     assert "--training.seq_len=64" in generate._hf_arguments(tmp_path, tmp_path, "phi3", [])
+
+
+@pytest.mark.parametrize("table", ["{attention_factor = 1.5}", "false"])
+def test_a_job_may_override_the_factors_of_its_folder(table, tmp_path):
+    """As other rotary scalings: no tensor's shape depends on them."""
+    args = GATED["phi4 long"]
+    HF.save_hf(tmp_path, build(HF.build, args).state_dict(), args)
+    job = ["--model.name=phi4", "--model.flavor=from_hf", f"--model.hf_folder={tmp_path}", "--training.seq_len=64"]
+    job += ["--checkpoint.enable", f"--checkpoint.initial_load_path={tmp_path}", "--checkpoint.initial_load_in_hf"]
+    assert not [line for line in lines(*job, f"--model.overrides={{longrope = {table}}}") if "longrope" in line]
+    assert "norm_eps is" in " ".join(lines(*job, "--model.overrides={norm_eps = 1e-3}"))

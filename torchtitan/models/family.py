@@ -28,7 +28,7 @@ logger = logging.getLogger(__name__)
 
 NOT_IN_FORWARD = ("max_seq_len", "bias_rate", "aux_loss_weight")
 """Shared arguments that do not affect the logits."""
-ROPE_FIELDS = ("rope_scaling", "rope_theta")
+ROPE_FIELDS = ("rope_scaling", "rope_theta", "longrope")
 """Arguments that no tensor shape depends on. A job may override them when it continues from given weights."""
 
 
