@@ -92,7 +92,7 @@ def exact(modeling: ModuleType, model, hf_model, monkeypatch):
             angles = positions[..., None, None].double() * frequencies
             return torch.stack((angles.cos(), angles.sin()), dim=-1) * magnitude
 
-        embedding = hf_model.model.rotary_emb
+        embedding = hf_model.get_submodule(hf_model.base_model_prefix).rotary_emb
         for kind in model.kinds:
             name = "sliding_attention_inv_freq" if kind.window else "full_attention_inv_freq"
             frequencies = getattr(embedding, "inv_freq" if hasattr(embedding, "inv_freq") else name).double()

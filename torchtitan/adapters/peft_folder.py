@@ -47,12 +47,12 @@ def join_tensors(state: Mapping[str, torch.Tensor], kind: str, weights: Sequence
     if kind != "lora_B":
         if len(parts) < len(weights):
             raise JobError(f"{', '.join(modules)}: in peft's layout {', '.join(weights)} have a DoRA together or none")
-        return torch.cat(parts)
+        return form.rows_to_groups(weights[0], torch.cat(parts))
     rank = parts[0].shape[1]
     joint = parts[0].new_zeros(places[0][1], rank * len(parts))
     for index, ((row, _), part) in enumerate(zip(places, parts, strict=True)):
         joint[row : row + len(part), index * rank : (index + 1) * rank] = part
-    return joint
+    return form.rows_to_groups(weights[0], joint)
 
 
 def _in_peft_order(value: torch.Tensor, weight: str, form: TensorMap) -> torch.Tensor:
@@ -78,7 +78,8 @@ def extract_tensor(
             else _cut(joined_tensor, 0, len(modules), modules.index(module))
         )
     first, total = form.place(weight, shape[0])
-    rows = joined_tensor[first : first + shape[0]] if len(joined_tensor) == total else joined_tensor
+    is_whole = len(joined_tensor) == total
+    rows = form.rows_from_groups(weight, joined_tensor)[first : first + shape[0]] if is_whole else joined_tensor
     rows = form.rows_from_hf(weight, rows) if form.is_reordered(weight) and len(rows) == shape[0] else rows
     if kind != "lora_B" or rows.shape == shape:
         return rows

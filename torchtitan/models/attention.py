@@ -1,6 +1,6 @@
 """Attention: its kernel, the layer with grouped key/value heads, and LongLoRA's shifted groups."""
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any, NamedTuple, Protocol
 
@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.fused import compile_lazily
-from torchtitan.models.layers import RMSNorm, autocast_dtype, autocast_off, rotate
+from torchtitan.models.layers import autocast_dtype, autocast_off, rotate
 from torchtitan.parallelisms.attention_kernels import fastest_cpu_dtype, mask_bias
 from torchtitan.parallelisms.attention_sinks import SinkAttentionFunction, join_sinks
 from torchtitan.parallelisms.capped_attention import VisibleKeys, capped_attention
@@ -297,8 +297,9 @@ class GroupedQueryAttention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245): each key/value head serves several query heads.
 
     It has rotary positions if the layer's kind does. With `qk_norm`, a kind of norm, each head's query and key are
-    normalized before rotation (arXiv:2302.05442, as in Qwen 3), with `over_heads` all heads' at once. `bias` applies to
-    all four matrices, unless `output_bias` is given for the last one. Scores are scaled by `query_scale` / sqrt(E).
+    normalized before rotation (arXiv:2302.05442, as in Qwen 3), with `over_heads` all heads' at once, with `by_head` by
+    weights for each. `bias` applies to all four matrices, unless `output_bias` is given for the last one. Scores are
+    scaled by `query_scale` / sqrt(E).
     `growth`: see growth_of_queries. `sinks`: heads have one, see Sinks.
     `gated`: the output of each head is multiplied by the sigmoid of E further features of wq, which follow the head's
     query (arXiv:2505.06708).
@@ -310,7 +311,7 @@ class GroupedQueryAttention(nn.Module):
         self,
         args: GroupedSizes,
         kernel: AttentionKernel,
-        qk_norm: type[RMSNorm] | None = None,
+        qk_norm: Callable[..., nn.Module] | None = None,
         bias: bool = False,
         query_scale: float = 1.0,
         output_bias: bool | None = None,
@@ -318,6 +319,7 @@ class GroupedQueryAttention(nn.Module):
         growth: tuple[float, int] = (0.0, 1),
         sinks: bool = False,
         gated: bool = False,
+        by_head: bool = False,
     ):
         super().__init__()
         self.growth, self.gated = growth, gated
@@ -326,7 +328,7 @@ class GroupedQueryAttention(nn.Module):
         self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
         self.wv = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias if output_bias is None else output_bias)
-        heads = (args.n_heads, args.num_kv_heads) if over_heads else (1, 1)
+        heads = (args.n_heads, args.num_kv_heads) if over_heads or by_head else (1, 1)
         norms = [qk_norm(n * args.head_dim, args.norm_eps) if qk_norm else None for n in heads]
         self.q_norm, self.k_norm = norms
         self.sinks = Sinks(args.n_heads) if sinks else None

@@ -119,7 +119,7 @@ class ResidualBlock(Stepwise):
         norm = norm or partial(RMSNorm, args.dim, args.norm_eps)
         self.attention_norm = norm()
         self.attention = attention
-        self.ffn_norm = norm()
+        self.ffn_norm = None if order == "shared" else norm()
         self.attention_post_norm, self.ffn_post_norm = (norm(), norm()) if order == "sandwich" else (None, None)
         self.order = order
         self.attention_dropout = Dropout(dropout, 0) if dropout else None
@@ -141,6 +141,13 @@ class ResidualBlock(Stepwise):
         norm = self.ffn_norm if self.order == "output" else self.ffn_post_norm
         out = h + self._addend(y, norm, self.ffn_dropout, notes)
         return self.ffn_norm(out) if self.order == "post" else out
+
+    def both_residuals(self, feed_forward: nn.Module, notes: Notes, x: torch.Tensor) -> torch.Tensor:
+        """Apply attention and feed-forward to the same input, and add both to it: [B, S, D] -> [B, S, D]."""
+        n = self.attention_norm(x)
+        h = x + self._addend(self.attention(n, notes.shared), None, self.attention_dropout, notes)
+        y = feed_forward(n if self.ffn_norm is None else self.ffn_norm(x))
+        return h + self._addend(y, None, self.ffn_dropout, notes)
 
     @property
     def norms_inputs(self) -> bool:
@@ -168,6 +175,8 @@ class Block(ResidualBlock):
         self.feed_forward = feed_forward or SwiGLU(args.dim, args.ffn_dim)
 
     def steps(self) -> tuple[Segment, ...]:
+        if self.order in ("shared", "parallel"):
+            return (Segment("block", partial(self.both_residuals, self.feed_forward), ("x",), ("out",)),)
         return (
             Segment("attention", self.attention_residual, ("x",), ("h",)),
             Segment("feed_forward", self.feed_forward_step, ("h",), ("out",)),

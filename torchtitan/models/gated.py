@@ -13,6 +13,7 @@ from types import MappingProxyType
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from torchtitan.core.random_draws import Constant, Init, Normal
@@ -20,9 +21,9 @@ from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention
 from torchtitan.models.decoder import DECODER_PLAN, AttentionKind, Block, Decoder, ResidualBlock
 from torchtitan.models.family import ConfigConverter
 from torchtitan.models.flops import flops_per_token
-from torchtitan.models.hf.names import ATTENTION, FEED_FORWARD, QK_NORMS, REORDERED, ROUTER_BIAS, TensorMap
-from torchtitan.models.layers import GeGLU, RMSNorm, Rotary, SwiGLU, ZeroCenteredRMSNorm
-from torchtitan.models.sizes import QKV, SINKS, Rope
+from torchtitan.models.hf.names import ATTENTION, ENDS, FEED_FORWARD, QK_NORMS, REORDERED, ROUTER_BIAS, TensorMap
+from torchtitan.models.layers import MLP, GeGLU, HeadNorm, LayerNorm, RMSNorm, Rotary, SwiGLU, ZeroCenteredRMSNorm
+from torchtitan.models.sizes import QKV, SINKS, Rope, bias_of
 from torchtitan.models.spec import HuggingFace, ModelSpec
 from torchtitan.parallelisms.plan import ParallelPlan
 
@@ -44,7 +45,8 @@ class GatedDecoder(Decoder):
         kinds = [kind(args.rope(layer), window, self.kernel_of(args, layer)) for layer, window in enumerate(windows)]
         final_norm = norm_of(args)(args.dim, args.norm_eps)
         kernel = dict(attention_dropout=getattr(args, "attention_dropout", 0.0), score_cap=args.score_cap)
-        super().__init__(args, kinds, block, attention_backend, norm=final_norm, **kernel)
+        head = nn.Linear(args.dim, args.vocab_size) if args.head_bias else None
+        super().__init__(args, kinds, block, attention_backend, norm=final_norm, head=head, **kernel)
         if args.logit_cap:
             self.output.register_forward_hook(partial(_cap_output, args.logit_cap))
 
@@ -74,11 +76,12 @@ class GatedDecoder(Decoder):
         return GroupedQueryAttention(
             args,
             kernel,
-            norm_of(args) if args.qk_norm else None,
+            (HeadNorm if args.qk_norm_by_head else norm_of(args)) if args.qk_norm else None,
             bias="attention.wq" in args.biases,
             query_scale=args.query_scale,
             output_bias="attention.wo" in args.biases,
             over_heads=args.qk_norm_over_heads,
+            by_head=args.qk_norm_by_head,
             growth=(args.query_growth, args.query_period),
             sinks=args.sinks,
             gated=args.attention_gate,
@@ -86,7 +89,7 @@ class GatedDecoder(Decoder):
 
     @staticmethod
     def build_block(args: Any, layer: int, attention: nn.Module) -> ResidualBlock:
-        feed_forward = (GeGLU if args.gelu else SwiGLU)(args.dim, args.ffn_dim, "feed_forward.w1" in args.biases)
+        feed_forward = feed_forward_of(args, "feed_forward.w1" in args.biases)
         norm, dropout = partial(norm_of(args), args.dim, args.norm_eps), getattr(args, "residual_dropout", 0.0)
         return Block(args, attention, feed_forward, norm, args.norm_order, dropout)
 
@@ -96,8 +99,14 @@ def _cap_output(cap: float, head: torch.nn.Module, inputs: tuple, logits: torch.
     return (logits / cap).tanh() * cap
 
 
-def norm_of(args: Any) -> type[RMSNorm]:
-    return ZeroCenteredRMSNorm if args.zero_centered else RMSNorm
+def norm_of(args: Any) -> type[RMSNorm | LayerNorm]:
+    return LayerNorm if args.layer_norm else ZeroCenteredRMSNorm if args.zero_centered else RMSNorm
+
+
+def feed_forward_of(args: Any, bias: bool) -> nn.Module:
+    if args.gate:
+        return (GeGLU if args.gelu else SwiGLU)(args.dim, args.ffn_dim, bias)
+    return MLP(args.dim, args.ffn_dim, partial(F.gelu, approximate="none" if args.exact_gelu else "tanh"), bias)
 
 
 QK_NORM = "attention.[qk]_norm"
@@ -110,7 +119,7 @@ PLAN = replace(
     replicated=(QK_NORM,),  # each rank norms its own heads
     sequence=(*DECODER_PLAN.sequence, *POST_NORMS),
     keyed=DROPOUTS,
-    optional=(BY_HEAD, QK_NORM, *POST_NORMS, *DROPOUTS),
+    optional=(BY_HEAD, QK_NORM, "ffn_norm", *POST_NORMS, *DROPOUTS),
 )
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 SANDWICH_NORMS = {
@@ -127,23 +136,36 @@ FUSED_GATE = {f"feed_forward.{matrix}.weight": "mlp.gate_up_proj.weight" for mat
 
 
 def tensor_map(
-    args: Any, family_names: Mapping[str, str] = NO_NAMES, interleaved: frozenset[str] = frozenset()
+    args: Any,
+    family_names: Mapping[str, str] = NO_NAMES,
+    interleaved: frozenset[str] = frozenset(),
+    ends: Mapping[str, str] = NO_NAMES,
 ) -> TensorMap:
     """Return the names; `family_names`: those within a layer that a Llama does not have or calls otherwise.
 
-    `interleaved`: see TensorMap.
+    `ends`: the same outside of the layers. `interleaved`: see TensorMap.
     """
     names = ATTENTION | FEED_FORWARD | (QK_NORMS if args.qk_norm else {}) | family_names
     names |= {SINKS: "self_attn.sinks"} if args.sinks else {}
-    names |= {f"{name}.bias": names[f"{name}.weight"].removesuffix("weight") + "bias" for name in args.biases}
+    biased = [f"{name}.weight" for name in args.biases]
+    biased += [name for name in args.norm_widths if bias_of(name) in args.norm_widths and not name.endswith(".bias")]
+    names |= {bias_of(name): bias_of(names[name]) for name in biased}
+    outer_names = ENDS | ends
+    outer_names |= {
+        bias_of(name): bias_of(outer_names[name]) for name in outer_names if bias_of(name) in args.end_others
+    }
     rows = {f"{name}.weight": outputs for name, (outputs, _) in args.block_linears(0).items() if name in QKV}
-    turned = set() if args.rotates_adjacent else {"attention.wq.bias", "attention.wk.bias", *QK_NORMS, *REORDERED}
+    rows |= {bias_of(name): outputs for name, outputs in rows.items()}
+    turned = set() if args.rotates_adjacent else {*QK_NORMS, *REORDERED}
+    turned |= {bias_of(name) for name in turned}
     return TensorMap(
         layer_names=names,
+        outer_names=outer_names,
         n_experts=getattr(args, "n_experts", 0),
         reordered=frozenset(turned),
         interleaved=interleaved,
         float32=frozenset({ROUTER_BIAS}),
+        by_head=dict(zip(QK_NORMS, (args.n_heads, args.num_kv_heads), strict=True)) if args.qk_norm_by_head else {},
         head_dim=args.head_dim,
         rows=rows,
         rotary_dim=args.rotary_dim,
@@ -156,7 +178,8 @@ def gated_spec(
     config: ConfigConverter,
     names: Mapping[str, str] = NO_NAMES,
     plan: ParallelPlan = PLAN,
+    ends: Mapping[str, str] = NO_NAMES,
 ) -> ModelSpec:
-    """Return the spec of a family of gated decoders. `names`: see tensor_map."""
-    hf = HuggingFace(build=build, tensor_map=partial(tensor_map, family_names=names), config=config)
+    """Return the spec of a family of gated decoders. `names` and `ends`: see tensor_map."""
+    hf = HuggingFace(build=build, tensor_map=partial(tensor_map, family_names=names, ends=ends), config=config)
     return ModelSpec(build=build, plan=plan, hf=hf, flops_per_token=flops_per_token)

@@ -114,12 +114,14 @@ class GeGLU(SwiGLU):
 
 
 class MLP(nn.Module):
-    """Feed-forward without a gate: w2(activation(w1 x)), both with biases. `activation` preserves the shape."""
+    """Feed-forward without a gate: w2(activation(w1 x)). `activation` preserves the shape."""
 
-    def __init__(self, dim: int, hidden_dim: int, activation: Callable[[torch.Tensor], torch.Tensor]):
+    def __init__(
+        self, dim: int, hidden_dim: int, activation: Callable[[torch.Tensor], torch.Tensor], bias: bool = True
+    ):
         super().__init__()
-        self.w1 = nn.Linear(dim, hidden_dim)
-        self.w2 = nn.Linear(hidden_dim, dim)
+        self.w1 = nn.Linear(dim, hidden_dim, bias)
+        self.w2 = nn.Linear(hidden_dim, dim, bias)
         self.activation = activation
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -243,6 +245,18 @@ class LayerNorm(nn.LayerNorm):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., D]"""
         return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+
+
+class HeadNorm(nn.Module):
+    """A LayerNorm of each head, with weights for each, [heads x head_dim], and without biases."""
+
+    def __init__(self, width: int, eps: float):
+        super().__init__()
+        self.weight, self.eps = nn.Parameter(torch.empty(width)), eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., H, E] -> [..., H, E]"""
+        return F.layer_norm(x, x.shape[-1:], eps=self.eps) * self.weight.view(x.shape[-2:]).to(x.dtype)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float | None) -> torch.Tensor:

@@ -51,9 +51,10 @@ class LongRope:
 
 
 Rope = tuple[float, RopeScaling | LongRope | None]
-NormOrder = Literal["pre", "post", "output", "sandwich"]
+NormOrder = Literal["pre", "post", "output", "sandwich", "shared", "parallel"]
 """Place of a block's norms: before attention and feed-forward, after each residual sum (arXiv:1706.03762), of the
-outputs of both alone (arXiv:2501.00656), or before both and of their outputs."""
+outputs of both alone (arXiv:2501.00656), or before both and of their outputs. In the last two attention and
+feed-forward both read the block's input: after one norm, or after one each."""
 
 
 def check_positive(args: Any, *names: str) -> None:
@@ -193,10 +194,15 @@ class GatedDecoderSizes:
     attention_gate = False  # heads' outputs times the sigmoid of features that wq has in addition
     qk_norm = False  # norms of each head's queries and keys
     qk_norm_over_heads = False  # of all heads' at once
+    qk_norm_by_head = False  # with weights for each head, and no biases
     rotates_adjacent = False  # adjacent features of a head are rotated together in transformers too
     norm_order: NormOrder = "pre"
     zero_centered = False  # norms multiply by 1 + weight
-    gelu = False  # in place of silu
+    layer_norm = False  # norms subtract the mean, and have biases
+    head_bias = False
+    gate = True  # of the feed-forward
+    gelu = False  # in place of silu; without a gate always
+    exact_gelu = False  # without a gate; else its approximation by tanh
     sliding_window = 0  # number of tokens that a token attends to, with itself; 0: all before it
     sinks = False  # heads have a learned score that joins their softmax
     global_interval = 0  # the last of each so many layers has no window
@@ -205,7 +211,8 @@ class GatedDecoderSizes:
     @property
     def biases(self) -> Names:
         """Linear layers of a block with a bias; of a feed-forward all or none."""
-        return (*(QKV + WO if self.attention_bias else ()), *(FEED_FORWARD if self.mlp_bias else ()))
+        feed_forward = FEED_FORWARD if self.gate else FEED_FORWARD[:2]
+        return (*(QKV + WO if self.attention_bias else ()), *(feed_forward if self.mlp_bias else ()))
 
     def is_global(self, layer: int) -> bool:
         """Return True if a layer has no window."""
@@ -245,16 +252,22 @@ class GatedDecoderSizes:
         return grouped_attention(self.dim, self.n_heads, self.num_kv_heads, self.head_dim, self.attention_gate)
 
     def block_linears(self, layer: int) -> Sizes:
-        return self.attention_linears(layer) | gated("feed_forward", self.dim, self.ffn_dim)
+        return self.attention_linears(layer) | (gated if self.gate else ungated)("feed_forward", self.dim, self.ffn_dim)
 
     @property
     def norm_widths(self) -> dict[str, int]:
-        """Width of each norm of a block, by the name of its weight."""
-        widths = dict.fromkeys(NORMS + (POST_NORMS if self.norm_order == "sandwich" else ()), self.dim)
-        if self.qk_norm_over_heads:
+        """Width of each norm of a block, by the names of its weight and its bias."""
+        norms = NORMS[:1] if self.norm_order == "shared" else NORMS
+        widths = dict.fromkeys(norms + (POST_NORMS if self.norm_order == "sandwich" else ()), self.dim)
+        of_all_heads = self.qk_norm_over_heads or self.qk_norm_by_head
+        if self.qk_norm and not of_all_heads:
+            widths |= dict.fromkeys(QK_NORMS, self.head_dim)
+        if self.layer_norm:
+            widths |= {bias_of(name): width for name, width in widths.items()}
+        if self.qk_norm and of_all_heads:
             heads = (self.n_heads, self.num_kv_heads)
-            return widths | {name: n * self.head_dim for name, n in zip(QK_NORMS, heads, strict=True)}
-        return widths | dict.fromkeys(QK_NORMS if self.qk_norm else (), self.head_dim)
+            widths |= {name: n * self.head_dim for name, n in zip(QK_NORMS, heads, strict=True)}
+        return widths
 
     def other_sizes(self, layer: int) -> dict[str, int]:
         """Return the number of elements of each parameter of a block that is neither a matrix nor a bias of one."""
@@ -265,7 +278,7 @@ class GatedDecoderSizes:
 
     @property
     def end_others(self) -> Names:
-        return ENDS
+        return (*ENDS, *(("norm.bias",) if self.layer_norm else ()), *((f"{HEAD}.bias",) if self.head_bias else ()))
 
     @property
     def num_matmul_parameters(self) -> int:
@@ -283,7 +296,13 @@ class GatedDecoderSizes:
     @property
     def num_parameters(self) -> int:
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.dim
-        return self.num_matmul_parameters + self.num_block_others + self.dim + embedding
+        ends = (1 + self.layer_norm) * self.dim + self.head_bias * self.vocab_size
+        return self.num_matmul_parameters + self.num_block_others + ends + embedding
+
+
+def bias_of(name: str) -> str:
+    """Return the name of the bias beside a weight."""
+    return f"{name.removesuffix('weight')}bias"
 
 
 def layer_spans(layers: Iterable[int], n_layers: int) -> str:

@@ -263,7 +263,9 @@ def read_part(stored: list[Any], tensor: torch.Tensor, name: str, tensor_map: Te
     if not local.numel():
         return
     spans = [slice(start, start + size) for start, size in zip(offset, local.shape, strict=True)]
-    if tensor_map.is_stacked(name):
+    if tensor_map.is_by_head(name):
+        stored = [_JoinedRows(stored)]
+    elif tensor_map.is_stacked(name):
         for position, expert in enumerate(range(spans[0].start, spans[0].stop)):
             local[position].copy_(stored[expert][spans[2], spans[1]].t())
         return
@@ -277,17 +279,39 @@ def read_part(stored: list[Any], tensor: torch.Tensor, name: str, tensor_map: Te
         rows = slice(spans[2].start + before, spans[2].stop + before)
         local.copy_(stored[0][spans[0], rows, spans[1]].transpose(1, 2))
         return
-    before, _ = tensor_map.place(name, shape[0])  # rows before ours in a joint stored tensor
     if tensor_map.is_reordered(name):
         head, first, last = tensor_map.rows_of_head(name), spans[0].start, spans[0].stop
         start = first // head * head
-        rows = stored[0][(slice(before + start, before + min(-(-last // head) * head, shape[0])), *spans[1:])]
+        heads = slice(start, min(-(-last // head) * head, shape[0]))
+        rows = _read_rows(stored[0], (heads, *spans[1:]), name, shape[0], tensor_map)
         local.copy_(tensor_map.rows_from_hf(name, rows)[first - start : last - start])
-    else:
+    elif tensor_map.is_transposed(name):
+        before, _ = tensor_map.place(name, shape[0])
         spans[0] = slice(spans[0].start + before, spans[0].stop + before)
-        transposed = tensor_map.is_transposed(name)
-        part = stored[0][tuple(spans[::-1] if transposed else spans)]
-        local.copy_(part.t() if transposed else part)
+        local.copy_(stored[0][tuple(spans[::-1])].t())
+    else:
+        local.copy_(_read_rows(stored[0], tuple(spans), name, shape[0], tensor_map))
+
+
+@dataclass
+class _JoinedRows:
+    """Stored tensors of equal length, read as one of all their rows."""
+
+    parts: list[Any]
+
+    def __getitem__(self, spans: tuple[slice]) -> torch.Tensor:
+        return torch.cat([part[:] for part in self.parts])[spans]
+
+
+def _read_rows(stored: Any, spans: tuple[slice, ...], name: str, rows: int, tensor_map: TensorMap) -> torch.Tensor:
+    """Read a slice of a tensor of so many rows from the stored one, in which rows of others may be joined to it."""
+    before, _ = tensor_map.place(name, rows)
+    first, last = before + spans[0].start, before + spans[0].stop
+    if not tensor_map.is_grouped(name):
+        return stored[(slice(first, last), *spans[1:])]
+    places = tensor_map.rows_in_groups(name)[first:last]
+    lowest = int(places.min())
+    return stored[(slice(lowest, int(places.max()) + 1), *spans[1:])][places - lowest]
 
 
 MAPPED_BYTES = 2**28

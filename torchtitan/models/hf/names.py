@@ -80,13 +80,15 @@ class TensorMap:
     """Names and layouts of a family's tensors in the Hugging Face format. "HF name" means a name in that format.
 
     `layer_names`: our names within a layer -> HF names, with a star for the expert's number if each expert has a tensor
-    of its own. Several of our names with one HF name are joined along rows in this order, all of the same shape
-    unless `rows` has the number of rows of each.
+    of its own, or for the head's in tensors of `by_head`. Several of our names with one HF name are joined along rows
+    in this order, all of the same shape unless `rows` has the number of rows of each; with `groups` in so many parts of
+    each, which alternate.
     `outer_names`: names outside of the layers. `layers`: the prefix of a layer's number in HF names. `optional_prefix`:
     the part of this prefix that a folder may omit everywhere, as one of a model without a head does.
 
     `interleaved`: names of which the joined ones alternate along the last dimension instead. `stacks`: names of
     [experts, in, out] with one HF tensor [experts, out, in], of which the joined ones follow each other along `out`.
+    `by_head`: tensors [heads x head_dim] with one HF tensor [head_dim] for each head, and the number of heads.
     `head_rows`: of a reordered tensor, the rows of each head, where they are not `head_dim`.
     `head`: our names that belong to the task of the model, which a folder of a model for another task lacks.
     `reordered`: tensors with rows in another order, by heads of `head_dim` rows, of which only the first `rotary_dim`
@@ -105,6 +107,8 @@ class TensorMap:
     transposed: frozenset[str] = frozenset()
     interleaved: frozenset[str] = frozenset()
     stacks: frozenset[str] = frozenset()
+    groups: int = 1
+    by_head: Mapping[str, int] = field(default_factory=dict)
     head_dim: int = 0
     rotary_dim: int = 0
     head_rows: Mapping[str, int] = field(default_factory=dict)
@@ -124,7 +128,8 @@ class TensorMap:
             return [self.outer_names[name]]
         _, layer, part = name.split(".", 2)
         hf_name = f"{self.layers}{layer}.{self.layer_names[part]}"
-        return [hf_name.replace("*", str(expert)) for expert in range(self.n_experts)] if "*" in hf_name else [hf_name]
+        number = self.by_head.get(part, self.n_experts) if "*" in hf_name else 0
+        return [hf_name.replace("*", str(one)) for one in range(number)] if number else [hf_name]
 
     def within(self, prefix: str) -> "TensorMap":
         """Return the names in a model that has this one under a prefix, which takes the place of "model."."""
@@ -154,6 +159,20 @@ class TensorMap:
         heights = [self.rows.get(_within_layer(joined_name), rows) for joined_name in names]
         return sum(heights[: names.index(name)]), sum(heights)
 
+    def rows_in_groups(self, name: str) -> torch.Tensor:
+        """Return the place in the HF tensor of each row of the tensors that are joined, one after the other: [rows]."""
+        heights = [self.rows[_within_layer(joined_name)] for joined_name in self.joined_names(name)]
+        parts = torch.arange(sum(heights)).split(heights)
+        return torch.cat([part.view(self.groups, -1) for part in parts], dim=1).flatten().argsort()
+
+    def rows_to_groups(self, name: str, joined: torch.Tensor) -> torch.Tensor:
+        """Order the rows [rows, ...] of tensors that are joined one after the other as in the HF tensor of `name`."""
+        return joined[self.rows_in_groups(name).argsort()] if self.is_grouped(name) else joined
+
+    def rows_from_groups(self, name: str, joined: torch.Tensor) -> torch.Tensor:
+        """Invert rows_to_groups: [rows, ...] -> [rows, ...]."""
+        return joined[self.rows_in_groups(name)] if self.is_grouped(name) else joined
+
     def our_names(self, name: str) -> tuple[list[str], int | None]:
         """Return our names of an HF name, and the expert's number or None. KeyError or JobError if it is unknown."""
         if not name.startswith(self.layers):
@@ -162,8 +181,9 @@ class TensorMap:
         expert = None
         if number := next((piece for piece in part.split(".") if piece.isdecimal()), None):
             part, expert = part.replace(f".{number}.", ".*."), int(number)
-            if part in self._ours and (expert >= self.n_experts or str(expert) != number):
-                raise JobError(f"{name}: there are {self.n_experts} experts")
+            heads = self.by_head.get(next(iter(self._ours.get(part, ())), ""))
+            if part in self._ours and (expert >= (heads or self.n_experts) or str(expert) != number):
+                raise JobError(f"{name}: there are {f'{heads} heads' if heads else f'{self.n_experts} experts'}")
         return [f"layers.{layer}.{our_part}" for our_part in self._ours[part]], expert
 
     def to_hf(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
@@ -178,6 +198,8 @@ class TensorMap:
             names = self.hf_names(name)
             joined = self.joined_names(name)
             if self.is_stacked(name):
+                if self.is_by_head(name):
+                    value = (self.rows_to_hf(name, value) if self.is_reordered(name) else value).view(len(names), -1)
                 hf_state |= {key: matrix.t() for key, matrix in zip(names, value, strict=True)}
             elif self.is_interleaved(name):
                 if name == joined[0]:
@@ -185,6 +207,7 @@ class TensorMap:
             elif name == joined[0]:
                 parts = [self.rows_to_hf(key, state[key]) if self.is_reordered(key) else state[key] for key in joined]
                 value = parts[0] if len(parts) == 1 else torch.cat(parts)
+                value = self.rows_to_groups(name, value)
                 hf_state[names[0]] = value.t() if self.is_transposed(name) else value
             hf_state |= {copy: value.clone() for copy in self.copies.get(name, ())}  # files hold no shared memory
         return hf_state
@@ -206,16 +229,23 @@ class TensorMap:
                 continue
             value = value.t() if self.is_transposed(names[0]) else value
             heights = [self.rows.get(_within_layer(name), len(value) // len(names)) for name in names]
+            value = self.rows_from_groups(names[0], value)
             for name, part in zip(names, value.split(heights), strict=True):
                 ours[name] = self.rows_from_hf(name, part) if self.is_reordered(name) else part
         for name, experts in stacks.items():
-            ours[name] = torch.stack([experts[expert] for expert in range(self.n_experts)])
+            parts = [experts[expert] for expert in range(len(self.hf_names(name)))]
+            if self.is_by_head(name):
+                ours[name] = self.rows_from_hf(name, torch.cat(parts)) if self.is_reordered(name) else torch.cat(parts)
+            else:
+                ours[name] = torch.stack(parts)
         if self.tied:
             ours["output.weight"] = ours["tok_embeddings.weight"]
         return ours
 
     def hf_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of each HF tensor that holds a tensor of ours, or a part of it."""
+        if self.is_by_head(name):
+            return (shape[0] // len(self.hf_names(name)),)
         if self.is_stacked(name):
             return shape[2], shape[1]
         if self.is_interleaved(name):
@@ -225,9 +255,17 @@ class TensorMap:
         shape = (self.place(name, shape[0])[1], *shape[1:])
         return shape[::-1] if self.is_transposed(name) else shape
 
+    def is_grouped(self, name: str) -> bool:
+        """Return True if the tensor's rows alternate by groups with those of others in the HF format."""
+        return self.groups > 1 and len(self.joined_names(name)) > 1
+
     def is_stacked(self, name: str) -> bool:
-        """Return True if the tensor stacks all experts."""
+        """Return True if the tensor has the HF tensors of all experts, or of all heads."""
         return "*" in self.layer_names.get(_within_layer(name), "")
+
+    def is_by_head(self, name: str) -> bool:
+        """Return True if each head has an HF tensor of its own."""
+        return _within_layer(name) in self.by_head
 
     def is_stack(self, name: str) -> bool:
         """Return True if the HF tensor has the matrices of all experts, transposed."""

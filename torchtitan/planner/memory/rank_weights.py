@@ -65,8 +65,9 @@ def _other_parameters(args: Any, layer: int, tp: int) -> float:
 
 def is_split(args: Any, name: str) -> bool:
     """Return True if tensor parallel splits a parameter that is no matrix of a linear layer."""
-    over_heads = getattr(args, "qk_norm_over_heads", False) and name in QK_NORMS
-    return over_heads or name == SINKS or (name.endswith(".bias") and split_side(name.removesuffix(".bias")) == 0)
+    options = ("qk_norm_over_heads", "qk_norm_by_head")
+    of_heads = name in QK_NORMS and any(getattr(args, option, False) for option in options)
+    return of_heads or name == SINKS or (name.endswith(".bias") and split_side(name.removesuffix(".bias")) == 0)
 
 
 def size_of_other(args: Any, name: str, linears: Sizes, tp: int) -> float:
