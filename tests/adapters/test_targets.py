@@ -1,4 +1,4 @@
-"""Adapters of queries, keys and values of GPT-2, which Hugging Face stores as one joint matrix.
+"""Adapters of queries, keys and values of GPT-2 and Falcon, which Hugging Face stores as one joint matrix.
 
 Logits equal peft's, and folders convert in both directions.
 """
@@ -7,30 +7,31 @@ from dataclasses import replace
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import FalconConfig, FalconForCausalLM, GPT2Config, GPT2LMHeadModel
 
 from tests.support.adapted import perturb_parameters
 from tests.support.hf_parity import build, tokens_for, twin
 from tests.support.low_rank_adapters import adapter_tensors
+from tests.support.tiny_decoders import GATED
 from tests.support.tiny_decoders import GPT2 as TINY
 from torchtitan.adapters import peft_folder
 from torchtitan.adapters.low_rank import DoRA, LoRA
 from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.random_draws import initialize
-from torchtitan.models.gpt2.model import GPT2, HF
-from torchtitan.models.learned_positions.model import PLAN
+from torchtitan.models.gpt2.model import HF, SPEC
+from torchtitan.models.spec import MODELS
 
 ARGS, FORM = TINY["words"], HF.tensor_map(TINY["words"])
 OPTIONS = Options(kind="lora", rank=4, alpha=8.0)
 
 
-def adapted_models(options, kind=LoRA):
+def adapted_models(options, kind=LoRA, spec=SPEC, args=ARGS, theirs=(GPT2LMHeadModel, GPT2Config)):
     """Return a model with a changed adapter, its transformers twin, both in float64, and the adapter."""
-    model = build(GPT2, ARGS, dtype=torch.float64)
-    hf_model = twin(GPT2LMHeadModel, GPT2Config, model, HF, torch.float64)
+    model = build(spec.build, args, dtype=torch.float64)
+    hf_model = twin(*theirs, model, spec.hf, torch.float64)
     adapter = kind(options)
-    adapter.install(model, PLAN)
+    adapter.install(model, spec.plan)
     initialize(model, 0, model.init_rule, names=adapter.added_parameters)
     perturb_parameters(model.named_parameters())
     return model, hf_model, adapter
@@ -54,6 +55,20 @@ def test_logits_are_those_of_peft(target, rslora, tmp_path):
     assert not torch.allclose(plain, expected, atol=1e-4)
     torch.testing.assert_close(model(tokens_for(ARGS)), expected, rtol=1e-12, atol=1e-12)
     loaded = peft_folder.load(tmp_path, options, FORM, shapes_of(state))
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
+
+
+def test_logits_are_those_of_peft_where_the_parts_of_a_joint_matrix_alternate(tmp_path):
+    from peft import PeftModel
+
+    args, spec = GATED["falcon one norm"], MODELS["falcon"]
+    options, form = replace(OPTIONS, target=["*wq", "*wv", "*w1"]), spec.hf.tensor_map(args)
+    model, hf_model, adapter = adapted_models(options, LoRA, spec, args, (FalconForCausalLM, FalconConfig))
+    state = adapter_tensors(model, adapter)
+    peft_folder.save(tmp_path, state, options, form)
+    expected = PeftModel.from_pretrained(hf_model, tmp_path).double().eval()(tokens_for(args)).logits
+    torch.testing.assert_close(model(tokens_for(args)), expected, rtol=1e-6, atol=1e-6)  # angles are in float32
+    loaded = peft_folder.load(tmp_path, options, form, shapes_of(state))
     assert all(torch.equal(loaded[name], tensor) for name, tensor in state.items())
 
 

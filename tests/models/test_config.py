@@ -128,6 +128,12 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         + ("attention_in_multiplier", "attention_out_multiplier", "ssm_in_multiplier", "ssm_out_multiplier"),
         DECODER[:1],
     ),
+    "falcon": (
+        ("num_kv_heads", "layer_norm_epsilon", *DECODER[2:], "ffn_hidden_size"),
+        ("num_kv_heads", "ffn_hidden_size"),
+    ),
+    "phi": ((DECODER[0], "layer_norm_eps", *DECODER[2:], "partial_rotary_factor", "resid_pdrop"), DECODER[:1]),
+    "stablelm": ((DECODER[0], "layer_norm_eps", *DECODER[2:], "partial_rotary_factor"), ()),
     "granite": ((*DECODER, "head_dim", "embedding_multiplier", "logits_scaling"), DECODER[:1]),
     "olmo2": ((*DECODER, "head_dim"), DECODER[:1]),
     "olmo3": ((*DECODER[:-1], "head_dim", "sliding_window"), DECODER[:1]),
@@ -153,6 +159,10 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         (*DECODER, "head_dim", "n_shared_experts", "routed_scaling_factor", "n_group", "topk_group")
         + ("first_k_dense_replace", "partial_rotary_factor"),
         (),
+    ),
+    "glm4_moe_lite": (
+        (*DECODER[1:], "q_lora_rank", "routed_scaling_factor", "partial_rotary_factor"),
+        ("q_lora_rank",),
     ),
     "qwen3_next": ((*DECODER, "head_dim", *LINEAR, *ROUTED), ()),
     "qwen3_5": ((*DECODER, "head_dim", *LINEAR), ()),

@@ -96,6 +96,12 @@ PUBLISHED = {
     "llama": {"_name_or_path": "x", "pretraining_tp": 1, "rope_scaling": None, "attention_dropout": 0.0}
     | {"max_sequence_length": 2048, "use_cache": True, "transformers_version": "4.31.0", "torch_dtype": "float16"},
     "mistral": {"sliding_window": None, "attention_dropout": 0.0, "architectures": ["MistralForCausalLM"]},
+    # falcon-7b, phi-2 and stablelm-2-1_6b
+    "falcon": {"apply_residual_connection_post_layernorm": False, "auto_map": {"AutoConfig": "configuration_falcon"}}
+    | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True},
+    "phi": {"embd_pdrop": 0.0, "resid_pdrop": 0.1, "attention_dropout": 0.0, "rope_scaling": None, "use_cache": True},
+    "stablelm": {"hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cache": True, "transformers_version": "4.38.0"}
+    | {"qk_layernorm": False, "use_parallel_residual": False},
     "falcon_h1": {"mamba_use_mlp": True, "mlp_expansion_factor": 8, "mamba_chunk_size": 128, "mamba_expand": 2}
     | {"attn_layer_indices": None, "num_logits_to_keep": 1, "attention_dropout": 0.0, "rope_scaling": None}
     | {"time_step_limit": [0.0, float("inf")]},
@@ -115,6 +121,8 @@ PUBLISHED = {
     "smollm3": {"use_sliding_window": False, "sliding_window": None, "max_window_layers": 28, "pretraining_tp": 2}
     | {"rope_scaling": None},
     "glm4_moe": {"num_nextn_predict_layers": 1, "rope_scaling": None},
+    "glm4_moe_lite": {"num_nextn_predict_layers": 1, "rope_scaling": None, "topk_method": "noaux_tc"}
+    | {"first_k_dense_replace": 2, "partial_rotary_factor": 1.0, "attention_bias": False, "attention_dropout": 0.0},
     "qwen2_moe": {
         "max_window_layers": 21,
         "sliding_window": 32768,

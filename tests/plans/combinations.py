@@ -87,7 +87,7 @@ class Combination:
         training only. Layouts with many rows are evaluated only in rows without recompute, which has no effect.
         """
         rare = self.pp > 2 or self.ep > 1 or self.precision == "bfloat16" or self.cpu_offload
-        drops = self.model in ("gpt2", "granite", "seed_oss", "classifier") or "dropout" in self.adapter
+        drops = self.model in ("gpt2", "granite", "phi", "seed_oss", "classifier") or "dropout" in self.adapter
         drops = drops or self.noise or self.groups
         return self.compile == "no" and not (drops or self.remembers) and (rare or self.recompute == "none")
 
@@ -315,6 +315,10 @@ def families_with_experts() -> list[Combination]:
         overlap = dict(schedule="DualPipeV", overlap=True)
         rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **exact, **overlap)]
         rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model=model, adapter="lora", recompute="full")]
+    lite = dict(model="glm4_moe_lite", microbatch_size=1)
+    rows += [Combination(**LAYOUTS["DDP 2"], **lite), Combination(**COMPOSED["PP 2"], **lite)]
+    rows += [Combination(**EXPERT_LAYOUTS[name], **lite, document_mask=True) for name in ("FSDP 2", "CP 2", "TP 2")]
+    rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model="glm4_moe_lite", adapter="lora", recompute="full")]
     return rows + attention_sinks()
 
 
@@ -589,7 +593,8 @@ def windows_of_some_layers() -> list[Combination]:
     return rows
 
 
-GATED = ("gemma2", "glm", "glm4", "granite", "olmo2", "olmo3", "phi3", "phi4", "seed_oss", "smollm3")
+GATED = ("falcon", "gemma2", "glm", "glm4", "granite", "olmo2", "olmo3", "phi", "phi3", "phi4", "seed_oss", "smollm3")
+GATED += ("stablelm",)
 """Families that are a Llama with other options."""
 
 

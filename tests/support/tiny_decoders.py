@@ -3,6 +3,7 @@
 from dataclasses import replace
 
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
+from torchtitan.models.falcon import FalconArgs
 from torchtitan.models.falcon_h1 import FalconH1Args
 from torchtitan.models.gemma2 import Gemma2Args
 from torchtitan.models.gemma3 import Gemma3Args
@@ -16,6 +17,7 @@ from torchtitan.models.mistral import MistralArgs
 from torchtitan.models.mixtral import MixtralArgs
 from torchtitan.models.olmo import OlmoArgs
 from torchtitan.models.opt import OPTArgs
+from torchtitan.models.phi import PhiArgs
 from torchtitan.models.phi3 import Phi3Args
 from torchtitan.models.qwen2 import Qwen2Args
 from torchtitan.models.qwen2_moe import Qwen2MoEArgs
@@ -26,6 +28,7 @@ from torchtitan.models.roberta import RobertaArgs
 from torchtitan.models.seed_oss import SeedOssArgs
 from torchtitan.models.sizes import LongRope, RopeScaling
 from torchtitan.models.smollm3 import SmolLM3Args
+from torchtitan.models.stablelm import StableLMArgs
 
 _LLAMA2 = LlamaArgs(dim=32, n_layers=2, n_heads=4, vocab_size=64, multiple_of=16, max_seq_len=128)
 # of the 4 frequencies, one is kept, one blended and two are stretched
@@ -201,6 +204,10 @@ _EXPERTS = {
     "glm4_moe without biases": replace(
         _GLM4_MOE, qkv_bias=False, normalize_top_k=False, rotary_dim=16, n_dense_layers=0
     ),
+    "glm4_moe_lite": replace(DEEPSEEK["v3"], v_head_dim=20, norm_eps=1e-5, rope_scaling=None),
+    "glm4_moe_lite plain": replace(
+        DEEPSEEK["v3 plain"], rope_scaling=YARN, n_dense_layers=1, n_groups=1, normalize_top_k=True
+    ),
     "gpt_oss": _GPT_OSS,
     "gpt_oss without biases": replace(
         _GPT_OSS, attention_bias=False, global_interval=3, rope_scaling=None, tied_embeddings=True, swiglu_alpha=2.0
@@ -247,6 +254,12 @@ GATED = {
     "olmo2 biased": OlmoArgs(**_GATED, rope_scaling=SCALING, tied_embeddings=True, attention_bias=True),
     "olmo3": OlmoArgs(**_GATED | dict(n_layers=3), sliding_window=5, global_interval=2, rope_theta=5000.0),
     "olmo3 scaled": OlmoArgs(**_GATED, rope_scaling=SCALING, sliding_window=5, global_interval=2),
+    "falcon": FalconArgs(**_GATED | dict(n_kv_heads=1), rotary_dim=8),
+    "falcon new": FalconArgs(**_GATED, rotary_dim=8, norms=2, bias=True, rope_scaling=SCALING, tied_embeddings=False),
+    "falcon one norm": FalconArgs(**_GATED, rotary_dim=8, tied_embeddings=False),
+    "falcon in turn": FalconArgs(**_GATED | dict(n_kv_heads=4), rotary_dim=8, norms=0, bias=True),
+    "phi": PhiArgs(**_GATED | dict(n_kv_heads=4), rotary_dim=4, rope_theta=5000.0),
+    "phi normed": PhiArgs(**_GATED, rotary_dim=6, qk_norm=True, tied_embeddings=True, rope_scaling=SCALING),
     "phi3": Phi3Args(**_GATED, sliding_window=5),
     "phi4": Phi3Args(**_GATED | dict(n_kv_heads=4), tied_embeddings=True),
     "phi4 long": Phi3Args(
@@ -260,6 +273,10 @@ GATED = {
     ),
     "smollm3": SmolLM3Args(**_GATED | dict(n_layers=3), no_rope_interval=2, tied_embeddings=False),
     "smollm3 biased": SmolLM3Args(**_GATED, no_rope_interval=3, mlp_bias=True, attention_bias=True),
+    "stablelm": StableLMArgs(**_GATED, rotary_dim=4, qkv_bias=True),
+    "stablelm side by side": StableLMArgs(
+        **_GATED, rotary_dim=6, qk_norm=True, side_by_side=True, tied_embeddings=True, rope_scaling=YARN_FACTOR
+    ),
     "qwen2 windows": Qwen2Args(**_GATED | dict(n_layers=4), sliding_window=5, window_layers="1,3"),
     "qwen3 windows": Qwen3Args(**_GATED | dict(n_layers=3), sliding_window=5, window_layers="1-2"),
     "qwen3 window": Qwen3Args(**_GATED, sliding_window=5),

@@ -13,12 +13,14 @@ from typing import Any
 from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
 from torchtitan.models.deepseek import FAMILY as DEEPSEEK
+from torchtitan.models.falcon import FAMILY as FALCON
 from torchtitan.models.falcon_h1 import FAMILY as FALCON_H1
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.gemma2 import FAMILY as GEMMA2
 from torchtitan.models.gemma3 import FAMILY as GEMMA3
 from torchtitan.models.glm4 import GLMS
 from torchtitan.models.glm4_moe import FAMILY as GLM4_MOE
+from torchtitan.models.glm4_moe_lite import FAMILY as GLM4_MOE_LITE
 from torchtitan.models.gpt2 import FAMILY as GPT2
 from torchtitan.models.gpt_oss import FAMILY as GPT_OSS
 from torchtitan.models.granite import FAMILY as GRANITE
@@ -29,6 +31,7 @@ from torchtitan.models.mistral import FAMILY as MISTRAL
 from torchtitan.models.mixtral import FAMILY as MIXTRAL
 from torchtitan.models.olmo import OLMOS
 from torchtitan.models.opt import FAMILY as OPT
+from torchtitan.models.phi import FAMILY as PHI
 from torchtitan.models.phi3 import PHIS
 from torchtitan.models.qwen2 import FAMILY as QWEN2
 from torchtitan.models.qwen2_moe import FAMILY as QWEN2_MOE
@@ -38,15 +41,18 @@ from torchtitan.models.qwen3_next import DELTA_NETS
 from torchtitan.models.roberta import FAMILY as ROBERTA
 from torchtitan.models.seed_oss import FAMILY as SEED_OSS
 from torchtitan.models.smollm3 import FAMILY as SMOLLM3
+from torchtitan.models.stablelm import FAMILY as STABLELM
 
 FAMILIES: dict[str, Family] = {
     **LLAMAS,
     "deepseek": DEEPSEEK,
+    "falcon": FALCON,
     "falcon_h1": FALCON_H1,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     **GLMS,
     "glm4_moe": GLM4_MOE,
+    "glm4_moe_lite": GLM4_MOE_LITE,
     "gpt2": GPT2,
     "gpt_oss": GPT_OSS,
     "granite": GRANITE,
@@ -54,6 +60,7 @@ FAMILIES: dict[str, Family] = {
     "mixtral": MIXTRAL,
     **OLMOS,
     "opt": OPT,
+    "phi": PHI,
     **PHIS,
     "qwen2": QWEN2,
     "qwen2_moe": QWEN2_MOE,
@@ -63,6 +70,7 @@ FAMILIES: dict[str, Family] = {
     "roberta": ROBERTA,
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
+    "stablelm": STABLELM,
 }
 """The families of this project."""
 

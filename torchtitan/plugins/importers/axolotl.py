@@ -47,6 +47,8 @@ MODEL_TYPES |= {"-vision": "mllama", "qwen3-vl-30b-a3b": "qwen3_vl_moe", "qwen3-
 MODEL_TYPES |= {"llava-v1.6-mistral": "mistral", "llava-1.5": "llama", "pixtral": "mistral", "magistral": "mistral"}
 MODEL_TYPES |= {"smolvlm": "llama", "voxtral": "llama", "falcon-h1": "falcon_h1"}
 MODEL_TYPES |= {"phi-4": "phi3", "llama-4": "llama4_text", "glm-4.5": "glm4_moe", "glm-4.6": "glm4_moe"}
+MODEL_TYPES |= {"glm-4.7-flash": "glm4_moe_lite", "glm-4.7": "glm4_moe", "falcon3": "llama"}
+MODEL_TYPES |= {"falcon-mamba": "falcon_mamba"}
 """Parts of the name of a folder that is not on this machine, and the model type that the first of them indicates.
 
 Without one of them it is the longest model type of the families here that the name contains. DeepSeek's distilled
@@ -78,7 +80,7 @@ def guess_model_type(folder: str) -> str | None:
     if model_type := next((kind for part, kind in MODEL_TYPES.items() if part in folder.lower()), None):
         return model_type
     model_types = {kind for converter in CONFIG_CONVERTERS.values() for kind in converter.model_types}
-    name = re.sub("[^a-z0-9]", "", folder.lower())
+    name = re.sub("[^a-z0-9]|dolphin", "", folder.lower())  # a dolphin is no Phi
     matches = [kind for kind in model_types if kind.removesuffix("_text").replace("_", "") in name]
     return max(matches, key=lambda kind: (len(kind), kind), default="deepseek_v3" if "deepseekr1" in name else None)
 
