@@ -630,6 +630,9 @@ ENTRY = {
     "data_files": (3, "paths"),
     "feild": ("text", "did you mean field?"),
     "field_thinking": ("thoughts", "one name for both"),
+    "name": (["en", "de"], "text"),
+    "field": (3, "text"),
+    "ds_type": (3, "text"),
 }
 
 
@@ -1008,9 +1011,9 @@ def test_several_datasets_are_joined_as_axolotl_concatenates_them():
     held_out = import_config(FULL | {"test_datasets": several["datasets"]})
     assert "training.mixing" not in held_out.values
     assert any("validation: the 2 sources are read as one" in note for note in held_out.notes)
-    texts = {"datasets": None, "pretraining_dataset": [{"path": "json", "data_files": ["a.txt", "b.txt"]}]}
+    texts = {"datasets": None, "pretraining_dataset": [{"path": "json", "data_files": ["a.jsonl", "b.jsonl"]}]}
     assert any("equal shares of the samples" in note for note in import_config(FULL | texts).notes)
-    (fault,) = import_config(FULL | texts | {"pretraining_dataset": ["a.txt", "b.txt"]}).faults
+    (fault,) = import_config(FULL | texts | {"pretraining_dataset": ["a.jsonl", "b.jsonl"]}).faults
     assert fault.key == "pretraining_dataset" and "only reads the first" in str(fault)
 
 
@@ -1029,7 +1032,7 @@ def test_each_of_the_181_options_is_tested():
     assert not only_refused
 
 
-def test_flags_override_the_file_and_are_parsed_as_yaml():
+def test_flags_override_the_file():
     job = import_config(FULL | {"lora_r": 4, "val_set_size": 0.2}, "--lora_r 8 --val_set_size None --bf16 --seed=7")
     assert job.values["debug.seed"] == 7 and "validation.split" not in job.values
     assert job.values["training.mixed_precision_param"] == "bfloat16"
@@ -1040,7 +1043,7 @@ def test_flags_override_the_file_and_are_parsed_as_yaml():
     assert "gradient_accumulation_steps" in str(
         import_config(FULL, "--gradient_accumulation_steps 2", "accelerate launch -m axolotl.cli.train").faults[0]
     )
-    assert "not a YAML value" in str(pytest.raises(JobError, import_config, FULL, "--seed '[1'").value)
+    assert "not a YAML value" in str(pytest.raises(JobError, import_config, FULL, "--datasets '[1'").value)
 
 
 HOSTILE = {

@@ -180,6 +180,39 @@ def test_yaml_itself():
             import_text(text + wrong)
 
 
+FLAGS = [  # flags, and the option that they are in a file, as click and _coerce_value read them; None: refused
+    ("--seed 010", {"seed": 10}),
+    ("--output_dir=010", {"output_dir": "010"}),
+    ("--no-sample-packing", {"sample_packing": False}),
+    ("--sample-packing", {"sample_packing": True}),
+    ("--bf16 false", {"bf16": False}),
+    ("--bf16 full", {"bf16": "full"}),
+    ("--learning-rate 1e-5 --learning_rate 3e-5", {"learning_rate": 3e-5}),
+    ("--sample_packing no", {"sample_packing": False}),
+    ("--datasets '[{path: b.jsonl, type: alpaca}]'", {"datasets": [{"path": "b.jsonl", "type": "alpaca"}]}),
+    ("--sample_packing on", None),
+    ("--seed 1:30", None),
+    ("--seed 0x10", None),
+    ("--no-seed", None),
+]
+
+
+@pytest.mark.parametrize("flags, options", FLAGS, ids=[flags for flags, _ in FLAGS])
+def test_flags_are_not_read_as_yaml(flags, options):
+    job = import_table(PLAIN, line=f"job.yml --world-size 2 {flags}")
+    if options is None:
+        assert job.faults
+    else:
+        expected = import_table(PLAIN | options, line="job.yml --world-size 2")
+        assert (job.values, job.faults, expected.faults) == (expected.values, [], [])
+
+
+def test_strict_files_take_no_further_keys_from_flags():
+    table = {key: value for key, value in PLAIN.items() if key != "seed"} | {"strict": True}
+    (fault,) = import_table(table, line="job.yml --world-size 2 --seed 3 --weight_decay 0").faults
+    assert "seed: given 3" in str(fault).replace('"', "") and "Axolotl ignores it: write it into the file" in str(fault)
+
+
 RANKS = {
     "job.yml": None,
     "job.yml --world-size 4": 4,

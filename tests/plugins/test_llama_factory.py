@@ -866,3 +866,27 @@ def test_the_walk_of_a_user(folder, tokenizer, capsys):
     assert check(config, 2, "cpu") == [] and config.training.global_batch_size == 4
     assert config.training.sources[0].slice == "[:15]"
     assert text.startswith("# Translated from job.yaml (llamafactory).")
+
+
+def test_truth_values_in_quotes_are_refused():
+    """HfArgumentParser.parse_dict gives them to the dataclass unparsed, where each text but the empty one is true."""
+    for value in ("false", "no", "true"):
+        (fault,) = import_table(FULL | {"bf16": value}).faults
+        assert "bf16" in fault.key and "true or false without quotes" in str(fault)
+
+
+def test_flags_without_a_file_are_those_of_argparse_and_words_after_one_those_of_omegaconf():
+    args = "--model_name_or_path llama --do_train --dataset plain --finetuning_type full --template llama3"
+    job = llama_factory.read(
+        parse(split([f"NPROC_PER_NODE=1 llamafactory-cli train {args} --seed 010 --output_dir 010"]))
+    )
+    assert (job.values["debug.seed"], job.values["job.dump_folder"], job.faults) == (10, "010", [])
+    job = llama_factory.read(parse(split([f"NPROC_PER_NODE=1 llamafactory-cli train {args} --seed 1:30"])))
+    assert "--seed" in str(job.faults[0])
+    command = "llamafactory-cli train job.yaml seed=010 bf16=no learning_rate=1e-3 seed=011"
+    values = import_table(FULL, line=f"NPROC_PER_NODE=1 {command}").values
+    assert (values["debug.seed"], values["training.mixed_precision_param"], values["optimizer.lr"]) == (
+        9,
+        "float32",
+        1e-3,
+    )

@@ -1,5 +1,7 @@
 """`torchtitan import` of trl's lines: every argument of sft and dpo, their defaults, and mutations."""
 
+import contextlib
+import io
 import json
 import random
 
@@ -11,6 +13,8 @@ from torchtitan.config.layers import layer_of
 from torchtitan.core.errors import JobError
 from torchtitan.plugins.importers import parse, programs, split, trl
 from torchtitan.plugins.importers.command import translate
+from torchtitan.plugins.importers.hf_trainer import ARGUMENTS
+from torchtitan.plugins.importers.translation import KINDS, flag_value
 
 SFT = "trl sft --num_processes 2 --model_name_or_path llama --dataset_name owner/set"
 DPO = SFT.replace("sft", "dpo")
@@ -352,6 +356,54 @@ def test_texts_of_flags_are_read_as_they_are():
     values = import_line(f"{SFT} --run_name 2026-01-02 --output_dir 010 --dataset_config 2020.10").values
     assert (values["job.description"], values["job.dump_folder"]) == ("2026-01-02", "010")
     assert values["training.sources"][0]["dataset_path"] == "owner/set:2020.10"
+    assert import_line(f"{SFT} --seed 010").values["debug.seed"] == 10, "8 in YAML 1.1"
+    assert import_line(f"{SFT} --packing on").faults, "true in YAML 1.1"
+
+
+def test_plain_flags_are_parsed_as_by_argparse():
+    """Random texts for arguments of transformers' Trainer. A whole number may have another spelling here, as 8.0."""
+    from transformers import HfArgumentParser, TrainingArguments
+
+    parser, draw, num_equal = HfArgumentParser(TrainingArguments), random.Random(0), 0
+    known = {action.dest for action in parser._actions}
+    names = [name for name, option in ARGUMENTS.items() if option.kind in ("bool", "int", "float") and name in known]
+    texts = [
+        "010",
+        "0x10",
+        "1:30",
+        "1_000",
+        "1e-4",
+        "1e3",
+        ".5",
+        "-3",
+        "+5",
+        "yes",
+        "no",
+        "on",
+        "off",
+        "true",
+        "FALSE",
+        "0",
+        "1",
+        "null",
+        "~",
+        "nan",
+        "08",
+        "1e400",
+        "2026-01-02",
+    ]
+    for name in names:
+        for text in draw.sample(texts, 6):
+            value = KINDS[ARGUMENTS[name].kind][1](flag_value(ARGUMENTS[name], text))
+            try:
+                with contextlib.redirect_stderr(io.StringIO()):
+                    expected = getattr(parser.parse_args(["--output_dir", "x", f"--{name}={text}"]), name)
+            except SystemExit:
+                assert value is None or float(text) == value, (name, text)
+            else:
+                num_equal += value == expected
+                assert value in (expected, None), (name, text)
+    assert num_equal > 40
 
 
 def test_only_mixtures_are_split():

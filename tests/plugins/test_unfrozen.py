@@ -9,7 +9,7 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 import yaml
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3MoeConfig
+from transformers import AutoModelForCausalLM, Gemma3Config, GPT2Config, LlamaConfig, Qwen3MoeConfig
 
 from tests.support.judged import lines
 from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
@@ -34,12 +34,13 @@ def import_regexes(config, folder, *regexes, **options):
 TRANSLATED = [  # a model's config, the regexes, and the patterns that they become
     (LLAMA, ["^lm_head.weight$"], ["output.weight"]),
     (LLAMA, ["model.layers.4[4-9]+.*"], [*(f"layers.{layer}.*" for layer in range(44, 50))]),
+    (LLAMA, ["model.layers.4.+"], ["layers.4.*", *(f"layers.{layer}.*" for layer in range(40, 50))]),
     (LLAMA, ["model.layers.\\d+.mlp", "model.norm"],
      [*(f"layers.*.feed_forward.w{i}.weight" for i in (1, 2, 3)), "norm.weight"]),
     (LLAMA, ["model.layers.(7|11).self_attn.[qk]_proj", "^model.layers.3."],
      ["layers.3.*", *(f"layers.{n}.attention.{w}.weight" for w in ("wq", "wk") for n in (7, 11))]),
     (TIED, ["model.embed_tokens"], ["tok_embeddings.weight"]),
-    (TIED, ["model.layers"], ["layers.*"]),
+    (TIED, ["model.layers", "lm_head.*"], ["layers.*"]),
     (GPT2, ["transformer.h.1.attn.c_attn.weight"], [f"layers.1.attention.w{x}.weight" for x in "qkv"]),
     (EXPERTS, ["model.layers.1.mlp.experts", "model.layers.0.mlp.gate"],
      [*(f"layers.1.moe.experts.w{i}" for i in (1, 2, 3)), "layers.0.moe.router.gate.weight"]),
@@ -55,7 +56,7 @@ def test_the_same_parameters_are_chosen(config, regexes, expected, tmp_path):
     with torch.device("meta"):
         hf_names = [name for name, _ in AutoModelForCausalLM.from_config(config).named_parameters()]
     expected_names = {
-        name for name in hf_names if any(re.match(pattern.replace(".", "\\."), name) for pattern in regexes)
+        name for name in hf_names if any(re.match(re.sub(r"\.(?!\+)", r"\\.", regex), name) for regex in regexes)
     }
     family = family_for_model_type(config.model_type)
     args = CONFIG_CONVERTERS[family].args_from_folder(tmp_path / "model")
@@ -90,7 +91,17 @@ def test_regexes_are_refused_for_some_models_and_with_adapters(tmp_path):
     assert "with its config.json in llama-7b; download the model" in str(fault)
     adapter = {"adapter": "lora", "lora_target_linear": True, "lora_r": 8, "lora_alpha": 16}
     (fault,) = import_regexes(TIED, tmp_path, "model.norm", **adapter).faults
-    assert "nothing with an adapter; use lora_modules_to_save" in str(fault)
+    assert "nothing with an adapter; Axolotl freezes the adapter too, whose names begin with base_model" in str(fault)
+
+
+def test_names_in_a_model_with_images(tmp_path):
+    config = Gemma3Config(text_config=dict(num_hidden_layers=2, head_dim=8, **SIZES))
+    regexes = ("model.language_model.layers.1.*", "model.language_model.norm", "lm_head.*")
+    job = import_regexes(config, tmp_path, *regexes)
+    assert job.faults == [] and job.values["training.unfrozen"] == ["layers.1.*", "norm.weight"]
+    assert "unfrozen_parameters: lm_head.*: no effect, as the head is the embedding" in " ".join(job.notes)
+    (fault,) = import_regexes(config, tmp_path, "model.layers.1.*").faults
+    assert "model.language_model.layers.*" in str(fault)
 
 
 def test_check_accepts_the_translated_job(tmp_path):

@@ -5,6 +5,7 @@ No Python is run: CONFIGS has the values of the functions that have a translatio
 written with the names of v0.2.2, which upgrade.py translates. Batches were counted in tokens, here in samples.
 """
 
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -14,7 +15,7 @@ from torchtitan.config.layers import Values, layer_of
 from torchtitan.config.manager import parse_arguments
 from torchtitan.config.options import YES_OR_NO, Fault, hint, show
 from torchtitan.core.errors import JobError
-from torchtitan.plugins.dialects.models import V0_2_2
+from torchtitan.plugins.dialects.models import AUGUST_2026, V0_2_2
 from torchtitan.plugins.dialects.upgrade import SAMPLES, upgrade, with_effect
 from torchtitan.plugins.importers import TORCHTITAN, ImportSource
 from torchtitan.plugins.importers.translation import CommandLine, JobDraft
@@ -88,6 +89,8 @@ _LLAMA_DEBUG = _DEBUG | {"validation.freq": 5, "validation.steps": 10, "validati
 _LLAMA_DEBUG |= {"validation.dataset_path": SAMPLES["c4_test"]}
 _LLAMA_DEBUG |= {"parallelism.pipeline_parallel_schedule": "Interleaved1F1B"}
 _QWEN_DEBUG = _DEBUG | {"model.overrides": {"tied_embeddings": True}}
+_QWEN_MOE_DEBUG = _DEBUG | {"optimizer.lr": 3e-4, "checkpoint.export_dtype": "float16"}
+del _QWEN_MOE_DEBUG["lr_scheduler.decay_ratio"]
 _LLAMA: dict[str, Any] = {
     "profiling__enable_profiling": True,
     "profiling__profile_freq": 100,
@@ -99,19 +102,84 @@ _FLOAT8: dict[str, Any] = {"model__converters": ["float8"], "quantize__linear__f
 _FLOAT8 |= {"compile__enable": True, "parallelism__enable_async_tensor_parallel": True}
 _QWEN: dict[str, Any] = {"checkpoint__last_save_model_only": False, "checkpoint__export_dtype": "float16"}
 _LARGE: dict[str, Any] = _QWEN | {"warmup": 600, "mode": "full"}
+_SHUFFLED = _DEBUG | {"training.shuffle": True}
+_FLOORED: dict[str, Any] = {"lr_scheduler__decay_ratio": 0.8, "lr_scheduler__decay_type": "cosine"}
+_FLOORED |= {"lr_scheduler__min_lr_factor": 0.1}
+_DEEPSEEK: dict[str, Any] = _FLOORED | {"parallelism__pipeline_parallel_schedule": "Interleaved1F1B"}
+_DEEPSEEK |= {"compile__enable": True, "compile__components": ["loss"]}
+_GPT_OSS: dict[str, Any] = _FLOORED | {"warmup": 2000, "mode": "full", "checkpoint__interval": 500}
+_GPT_OSS_DEBUG = _SHUFFLED | {"validation.freq": 5, "validation.steps": 10, "activation_checkpoint.mode": "none"}
+del _GPT_OSS_DEBUG["activation_checkpoint.selective_ac_option"]
 CONFIGS = {
-    "llama3_debugmodel": Recipe("llama3", "debugmodel", 8, 2048, _LLAMA_DEBUG),
+    **dict.fromkeys(
+        ("llama3_debugmodel", "llama3_debugmodel_varlen_attn", "llama3_debugmodel_ce_loss"),
+        Recipe("llama3", "debugmodel", 8, 2048, _LLAMA_DEBUG),
+    ),
     "llama3_8b": Recipe("llama3", "8B", 1, 8192, _of(1000, 3e-4, "Llama-3.1-8B", **_LLAMA)),
     "llama3_70b": Recipe("llama3", "70B", 8, 8192, _of(1000, 1.5e-4, "Llama-3.1-70B", **_WIDE)),
     "llama3_405b": Recipe("llama3", "405B", 2, 8192, _of(3000, 8e-5, "Llama-3.1-405B", warmup=600, **_WIDE, **_FLOAT8)),
-    "qwen3_debugmodel": Recipe("qwen3", "debugmodel", 8, 2048, _QWEN_DEBUG),
+    **dict.fromkeys(
+        ("qwen3_debugmodel", "qwen3_debugmodel_non_fused_qkv", "qwen3_debugmodel_flex_flash"),
+        Recipe("qwen3", "debugmodel", 8, 2048, _QWEN_DEBUG),
+    ),
     "qwen3_0_6b": Recipe("qwen3", "0.6B", 4, 4096, _of(10, 3e-4, "Qwen3-0.6B", warmup=2, metrics__log_freq=1, **_QWEN)),
     "qwen3_1_7b": Recipe(
         "qwen3", "1.7B", 4, 4096, _of(100, 8e-4, "Qwen3-1.7B", warmup=20, checkpoint__interval=50, **_QWEN)
     ),
     "qwen3_14b": Recipe("qwen3", "14B", 4, 4096, _of(3000, 8e-4, "Qwen3-14B", **_LARGE)),
     "qwen3_32b": Recipe("qwen3", "32B", 2, 4096, _of(3000, 8e-4, "Qwen3-32B", **_LARGE)),
+    "qwen3_moe_debug": Recipe("qwen3", "debugmodel_moe", 4, 4096, _QWEN_MOE_DEBUG),
+    "qwen3_30b_a3b": Recipe("qwen3", "30B-A3B", 2, 4096, _of(3000, 8e-4, "Qwen3-30B-A3B", **_LARGE)),
+    "deepseek_v3_debugmodel": Recipe("deepseek_v3", "debugmodel", 8, 2048, _SHUFFLED),
+    "deepseek_v3_16b": Recipe(
+        "deepseek_v3",
+        "16B",
+        4,
+        4096,
+        _of(
+            1000,
+            2.2e-4,
+            "deepseek-moe-16b-base",
+            parallelism__expert_parallel_degree=8,
+            checkpoint__interval=10,
+            **_DEEPSEEK,
+        ),
+    ),
+    "deepseek_v3_671b": Recipe(
+        "deepseek_v3",
+        "671B",
+        4,
+        4096,
+        _of(
+            10000,
+            2.2e-4,
+            "DeepSeek-V3.1-Base",
+            warmup=2000,
+            parallelism__expert_parallel_degree=2,
+            checkpoint__interval=500,
+            **_DEEPSEEK,
+        ),
+    ),
+    **dict.fromkeys(
+        ("gpt_oss_debugmodel", "gpt_oss_debugmodel_flex"), Recipe("gpt_oss", "debugmodel", 8, 2048, _GPT_OSS_DEBUG)
+    ),
+    "gpt_oss_20b": Recipe("gpt_oss", "20b", 1, 8192, _of(10000, 8e-4, "gpt-oss-20b", **_GPT_OSS)),
+    "gpt_oss_120b": Recipe("gpt_oss", "120b", 1, 8192, _of(10000, 8e-4, "gpt-oss-120b", **_GPT_OSS)),
 }
+"""By name. Functions that differ in kernels alone have one recipe."""
+REFUSED = {
+    "llama4": "Llama 4 is not in this version",
+    "qwen3_5|qwen35|kimi_vl|kimi_k2_5_debug|muse_glimmer|flux": "models of images are not in this version",
+    "kimi|moonlight": "its optimizer, Muon with updates of AdamW's size, is not in this version",
+    "mxfp8|nvfp4": "training.float8 has the formats of 8 bits; those with scales of blocks are not supported",
+    "671b_float8": "stacks of experts are not multiplied in float8",
+    "float8_emulate": "float8 is not emulated; write [adapter] and training.float8 into a job",
+    "param_groups": "parameters have one optimizer here: give the --config without it",
+    "hybridep|deepep|minimal_async_ep|dist_gemm": "it chooses how messages are sent: give the --config without it",
+    "_mtp": "give the --config without it, and n_mtp_layers in model.overrides of the job",
+    "sft_": "its records are made by a function of Python: begin with `torchtitan presets ls`",
+}
+"""Parts of functions and modules without a translation, as regexes, and why they have none."""
 
 
 def read(line: CommandLine) -> JobDraft:
@@ -130,7 +198,7 @@ def read(line: CommandLine) -> JobDraft:
     values = recipe_layer.values | of_line.values
     values |= _batches(draft, recipe, counts, values)
     draft.faults += [fault for fault in of_line.all_faults() if renamed(fault.key) is None]
-    result = upgrade(recipe_layer.old | of_line.old, values, V0_2_2)
+    result = upgrade(recipe_layer.old | of_line.old, values, V0_2_2, AUGUST_2026)
     draft.faults += [
         Fault(draft.source, f"--{key}", show(value), "", f"has no translation: {reason}")
         for key, value, reason in result.stuck
@@ -148,7 +216,8 @@ def _recipe(module: str, config: str) -> Recipe:
     name = module.removeprefix("torchtitan.models.").removesuffix(".config_registry")  # others are not its functions
     if recipe is None or name != recipe.module:
         pairs = [f"--module {entry.module} --config {name}" for name, entry in CONFIGS.items()]
-        near = hint(config, CONFIGS) if recipe is None else f"{config} is of the module {recipe.module}"
+        reason = next((text for part, text in REFUSED.items() if re.search(part, f"{module} {config}")), "")
+        near = reason or (hint(config, CONFIGS) if recipe is None else f"{config} is of the module {recipe.module}")
         remedy = near or "it is a function of Python, which is not run: write a job, see `torchtitan presets ls`"
         shown = f"--module {module or 'nothing'} --config {config or 'nothing'}"
         raise JobError(f"{shown}; allowed: one of {', '.join(pairs)}; {remedy}")

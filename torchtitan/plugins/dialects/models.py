@@ -10,6 +10,7 @@ from typing import Any
 
 from torchtitan.core.errors import JobError
 
+AUGUST_2026 = "August 2026"
 V0_2_2 = "v0.2.2"
 V0_1 = "v0.1.0 to August 2025"
 JULY_2024 = "July 2024"
@@ -67,6 +68,15 @@ _QWEN3: dict[str, tuple[str, dict[str, Any]]] = {
     "30B-A3B": ("30B-A3B", {}),
     "235B-A22B": ("235B-A22B", {"rope_theta": 5000000.0}),
 }
+_GPT_OSS: dict[str, tuple[str, dict[str, Any]]] = {
+    "debugmodel": (
+        "debugmodel",
+        {"n_layers": 4, "n_heads": 64, "n_kv_heads": 8, "head_dim": 64, "expert_dim": 2880, "top_k": 4}
+        | {"sliding_window": 128},
+    ),
+    "20b": ("20B", {}),
+    "120b": ("120B", {}),
+}
 _DENSE_QWEN3 = {
     "debugmodel": {"n_layers": 8, "n_heads": 16, "n_kv_heads": 8, "head_dim": 128, "ffn_dim": 3072},
     **{flavor: {} for flavor in ("0.6B", "1.7B", "4B", "8B", "14B", "32B")},
@@ -78,21 +88,24 @@ def current_model(era: str, name: str, flavor: str, seq_len: int) -> CurrentMode
     for prefix in EXPERIMENTS:
         name = name.removeprefix(prefix)
     base = next((flavor.removesuffix(end) for end in MASKED if flavor.endswith(end)), flavor)
-    if name in NOT_HERE:
+    if name == "gpt_oss" and era == AUGUST_2026 and base in _GPT_OSS:
+        now, sizes = _GPT_OSS[base]
+        model = CurrentModel("gpt_oss", now, sizes | _ROUTED)
+    elif name in NOT_HERE:
         raise JobError(NOT_HERE[name])
-    if name in _LLAMA3:
+    elif name in _LLAMA3:
         model = _llama3(era, base)
     elif name == "llama2" and era == JULY_2024:
         overrides = _LLAMA2_SIZES.get(base, {"n_layers": 8} if base == "debugmodel" else {})
         model = CurrentModel("llama2", "7B" if base in _LLAMA2_SIZES else base, overrides)
     elif name == "deepseek_v3":
-        model = _deepseek(base, seq_len)
+        model = _deepseek(base, is_scaled=era == AUGUST_2026 or seq_len > _YARN_FROM)
     elif name == "qwen3":
-        model = _qwen3(base)
+        model = _qwen3(base, is_balanced=era == AUGUST_2026)
     else:
         return None
     model.document_mask |= base != flavor
-    if base == "debugmodel" and era != V0_2_2:
+    if base == "debugmodel" and era not in (V0_2_2, AUGUST_2026):
         model.notes.append("not the same: the vocabulary was as large as the tokenizer's; see vocab_size, dim = 256")
     return model
 
@@ -108,18 +121,18 @@ def advice(name: str) -> str:
 
 
 def _llama3(era: str, flavor: str) -> CurrentModel:
-    if era == V0_2_2:  # positions were always scaled, by Llama 3.1's factors
+    if era in (V0_2_2, AUGUST_2026):  # positions were always scaled, by Llama 3.1's factors
         return CurrentModel("llama3.1", flavor, {"n_kv_heads": 16} if flavor == "debugmodel" else {})
     if flavor == "debugmodel" and era == JULY_2024:
         return CurrentModel("llama3", flavor, {"n_layers": 8})
     return CurrentModel("llama3", flavor, {"rope_scaling": False} if flavor == "405B" else {})
 
 
-def _deepseek(flavor: str, seq_len: int) -> CurrentModel:
+def _deepseek(flavor: str, is_scaled: bool) -> CurrentModel:
     model = CurrentModel("deepseek", flavor, document_mask=flavor in _DEEPSEEK and flavor != "debugmodel")
     if flavor in _DEEPSEEK:
         scale = _MSCALE[flavor]
-        yarn = {"mscale": scale, "mscale_all_dim": scale} if seq_len > _YARN_FROM else False
+        yarn = {"mscale": scale, "mscale_all_dim": scale} if is_scaled else False
         model.overrides = {**_DEEPSEEK[flavor], "rope_scaling": yarn, "norm_eps": 1e-5, **_ROUTED}
         if yarn is False:
             model.notes.append(f"written out, as YaRN began above {_YARN_FROM} tokens: model.overrides, rope_scaling")
@@ -127,9 +140,11 @@ def _deepseek(flavor: str, seq_len: int) -> CurrentModel:
     return model
 
 
-def _qwen3(flavor: str) -> CurrentModel:
+def _qwen3(flavor: str, is_balanced: bool) -> CurrentModel:
     if flavor in _DENSE_QWEN3:
         return CurrentModel("qwen3", flavor, _DENSE_QWEN3[flavor])
     now, sizes = _QWEN3.get(flavor, (flavor, {}))
+    if is_balanced:
+        return CurrentModel("qwen3_moe", now, sizes | _ROUTED)
     notes = ["written out, as nothing evened the experts' load: model.overrides, aux_loss_weight"]
     return CurrentModel("qwen3_moe", now, {**sizes, "aux_loss_weight": 0.0}, notes=notes)

@@ -121,8 +121,11 @@ def era_of(old: Values, values: Values) -> str:
     return V0_1 if before else V0_2_2
 
 
-def upgrade(old: Values, values: Values, era: str | None = None) -> Upgrade:
-    """Translate a job from `old`, options of older dialects, and `values`, options that still exist."""
+def upgrade(old: Values, values: Values, era: str | None = None, models: str | None = None) -> Upgrade:
+    """Translate a job from `old`, options of older dialects, and `values`, options that still exist.
+
+    `models`: the era whose models the names mean, if it is another than that of the options.
+    """
     result = Upgrade(era or era_of(old, values))
     if result.era == TODAY:
         result.values = values
@@ -160,7 +163,7 @@ def upgrade(old: Values, values: Values, era: str | None = None) -> Upgrade:
     values = _with_old_defaults(values, result)
     _schedule(values, result)
     _async_tensor_parallel(values, result)
-    result.values = _with_old_model(values, result)
+    result.values = _with_old_model(values, result, models or result.era)
     return result
 
 
@@ -269,14 +272,14 @@ def _overlap(values: Values, result: Upgrade) -> None:
         result.notes.append(f"left out, changed nothing: {key} (allowed: with DualPipeV and expert parallel)")
 
 
-def _with_old_model(values: Values, result: Upgrade) -> Values:
+def _with_old_model(values: Values, result: Upgrade, era: str) -> Values:
     """Replace the model's name and flavor by today's names of the same model."""
     name, flavor = values.get("model.name", "llama3"), values.get("model.flavor", "debugmodel")
     length = values.get("training.seq_len", 2048)
     if not (isinstance(name, str) and isinstance(flavor, str) and isinstance(length, int)):
         return values  # reported as faults
     try:
-        model = current_model(result.era, name, flavor, length)
+        model = current_model(era, name, flavor, length)
     except JobError as error:
         result.stuck.append(("model.name", name, str(error)))
         return values
@@ -288,7 +291,7 @@ def _with_old_model(values: Values, result: Upgrade) -> Values:
     previous = {"model.name": name, "model.flavor": flavor, **values}
     changed = [key for key, value in current.items() if previous.get(key) != value]
     if changed:
-        result.notes.append(f"written out, as {name} {flavor} of {result.era} meant it: {', '.join(changed)}")
+        result.notes.append(f"written out, as {name} {flavor} of {era} meant it: {', '.join(changed)}")
     result.notes += model.notes
     return values | {key: current[key] for key in changed}
 

@@ -38,8 +38,8 @@ class AdapterTranslation:
             self._no_adapter(kind)
             return
         if regexes := options["unfrozen_parameters"]:
-            remedy = "use lora_modules_to_save to train parameters with it"
-            self.refuse("unfrozen_parameters", regexes, "nothing with an adapter", remedy)
+            reason = "Axolotl freezes the adapter too, whose names begin with base_model, and trains nothing: drop it"
+            self.refuse("unfrozen_parameters", regexes, "nothing with an adapter", reason)
         if options["peft_use_dora"] and kind != "lora":
             self.refuse("peft_use_dora", True, "false, or adapter: lora", "the base of DoRA is not quantized")
         if options["load_in_8bit"]:

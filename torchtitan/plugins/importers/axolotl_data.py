@@ -1,7 +1,6 @@
 """Translate the data options of an Axolotl file: datasets, held-out splits, templates, packing and added tokens."""
 
 import os.path
-import re
 import shlex
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -12,6 +11,7 @@ from torchtitan.config.options import hint
 from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIG_CONVERTERS
 from torchtitan.models.hf.config import CONFIG, read_json
+from torchtitan.plugins.importers.axolotl_files import locations
 from torchtitan.plugins.importers.axolotl_options import ENTRY_KEYS, UNSET
 from torchtitan.plugins.importers.axolotl_prompts import (
     BY_STYLE,
@@ -32,7 +32,7 @@ from torchtitan.plugins.importers.axolotl_templates import (
     is_of_model,
     own_template,
 )
-from torchtitan.plugins.importers.translation import HUB_SPLITS, JobDraft, Options
+from torchtitan.plugins.importers.translation import JobDraft, Options
 
 FORMATS = {"alpaca": ("instruct", ""), "sharegpt": ("sharegpt", "conversations"), "completion": ("completion", "text")}
 FORMATS |= {"input_output": ("input_output", "segments"), "prompt_completion": ("prompt_completion", "")}
@@ -42,8 +42,6 @@ TYPES = (*FORMATS, "chat_template", "pretrain")
 ROLES = ".load_role"
 """Suffix of sharegpt for messages with the keys role and value."""
 PREFERENCES = ("dpo", "ipo", "orpo")
-LOADERS = ("json", "csv", "parquet", "arrow", "text")
-"""Values of `path` that name a loader when data_files is set."""
 FIELDS = {f"field_{name}": name for name in ("instruction", "input", "output", "system")}
 MESSAGE_FIELDS = {"message_field_role": "role", "message_field_content": "content"}
 PROPERTIES = "message_property_mappings"
@@ -66,16 +64,13 @@ CUSTOM_FIELDS = ("field_system", "field_prompt", "field_chosen", "field_rejected
 """The first has no effect, as no format contains {system}."""
 OTHER_READING = ("field", "field_messages", "text_column", "conversation", "roles")
 """Further keys of an entry that say how its records are read."""
+NAMES = ("name", "ds_type", "field", "field_messages", "text_column", *THINKING)
+"""Keys of an entry whose values are names."""
 TEXTS = ("completion", "input_output", "prompt_completion", "instruct")
 """Formats of records that hold texts, which may have been rendered with a template before."""
 SPELLED_TOKENS = "special tokens that its texts spell out are ordinary text here, and tokens for Axolotl"
-SPLIT = re.compile(r"(?P<name>\w+(\.\w+)*)(?P<slice>\[[-0-9_%:]*\])?")
-MAX_SPLIT = 200
-SAVED = "state.json"
-"""A file that save_to_disk writes."""
 REWRITE = "write the records as prompt and completion, or as messages"
 REWRITE_PAIRS = "write the records with chosen and rejected: lists of messages, or answers next to messages or prompt"
-FILE_SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow", ".txt", ".gz", ".zst")
 PROMPT = {"format": "{instruction} {input} ", "no_input_format": "{instruction} ", "system_format": "{system}"}
 PROMPT |= {"system_prompt": ""}
 """Parts of a custom prompt, with Axolotl's defaults."""
@@ -222,7 +217,7 @@ class DataTranslation:
             if entry is not None:
                 self._check_entry(label, entry)
                 reading = self._reading(label, entry) if table is None else self._custom_pairs(label, table)
-                sources += [location | reading for location in self._locations(label, entry)]
+                sources += [location | reading for location in locations(label, entry, self.draft)]
         return sources
 
     def _check_entry(self, label: str, entry: Mapping[str, Any]) -> None:
@@ -237,7 +232,7 @@ class DataTranslation:
                 self.refuse(f"{label}.conversation", value, "the name of a template")
             elif key == "roles" and not _are_roles(value):
                 self.refuse(f"{label}.roles", value, "the usual names of roles", "rename the roles in the records")
-            elif key in (*PROMPT, *FIELDS, *MESSAGE_FIELDS, *PAIR_FIELDS) and not isinstance(value, str):
+            elif key in (*PROMPT, *FIELDS, *MESSAGE_FIELDS, *PAIR_FIELDS, *NAMES) and not isinstance(value, str):
                 self.refuse(f"{label}.{key}", value, "text")
             elif key in PROMPT and ("{{" in value or "}}" in value):
                 self.refuse(f"{label}.{key}", value, "text without {{ and }}", "write the text of the prompt's braces")
@@ -359,49 +354,6 @@ class DataTranslation:
         kinds = dict.fromkeys([*TYPES, *BY_STYLE, *STRATEGIES])
         self.refuse(f"{label}.type", kind, f"one of {', '.join(kinds)}", reason)
         return ""
-
-    def _locations(self, label: str, entry: Mapping[str, Any]) -> list[dict[str, Any]]:
-        """Return dataset, dataset_path and slice of each of an entry's files, or of its dataset of the hub."""
-        path, files = entry["path"], entry.get("data_files")
-        if files is None and path.startswith(("http://", "https://", "s3://", "gs://", "artifact:")):
-            allowed = "a file, a folder, a glob or owner/name of the hub"
-            self.refuse(f"{label}.path", path, allowed, "download it first")
-            return []
-        is_local = (
-            path.endswith(FILE_SUFFIXES) or path.startswith((".", "/", "~")) or "*" in path or path.count("/") != 1
-        )
-        if files is None and not (is_local or Path(path).exists()):
-            dataset, part = self._split(label, entry, HUB_SPLITS)
-            return [{"dataset": dataset, "dataset_path": f"{path}:{entry['name']}" if "name" in entry else path} | part]
-        dataset, part = self._split(label, entry, {"train": "text"})
-        if files is None:
-            if part and Path(path, SAVED).exists():
-                remedy = "Axolotl reads all of such a folder, whatever the slice"
-                self.refuse(f"{label}.split", entry["split"], "train for a folder of save_to_disk", remedy)
-            return [{"dataset": dataset, "dataset_path": path} | part]
-        files = [files] if isinstance(files, str) else files
-        if not isinstance(files, list) or not all(isinstance(file, str) for file in files):
-            self.refuse(f"{label}.data_files", files, "paths")
-            return []
-        if part and len(files) > 1:
-            self.refuse(f"{label}.data_files", files, "one file, as the slice is one of all of them", "join them")
-        root = "" if path in LOADERS else path
-        return [{"dataset": dataset, "dataset_path": str(Path(root, file))} | part for file in files]
-
-    def _split(self, label: str, entry: Mapping[str, Any], splits: Mapping[str, str]) -> tuple[str, dict[str, str]]:
-        """Return the dataset of an entry's split, one of `splits`, and its slice as an option of a source."""
-        text = entry.get("split", "train")
-        parts = re.split(r"\s*\+\s*", text) if isinstance(text, str) and len(text) <= MAX_SPLIT else [""]
-        matches = [match for match in map(SPLIT.fullmatch, parts) if match]
-        names, slices = {match["name"] for match in matches}, [match["slice"] for match in matches]
-        if len(matches) == len(parts) and len(names) == 1 and names <= splits.keys():
-            if all(slices):
-                return splits[names.pop()], {"slice": "+".join(slices).replace("_", "")}
-            if len(parts) == 1:
-                return splits[names.pop()], {}
-        allowed = f"{' or '.join(splits)}, or slices of it, as train[:20%]"
-        self.refuse(f"{label}.split", text, allowed, "write the records of the split into a file and name that")
-        return splits["train"], {}
 
     def _set_sources(self, section: str, sources: list[dict[str, Any]]) -> None:
         if len(sources) == 1 and sources[0].keys() <= {"dataset", "dataset_path"}:

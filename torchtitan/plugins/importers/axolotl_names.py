@@ -1,8 +1,8 @@
 """Translate what a file says about names of Hugging Face's parameters to names here.
 
 unfrozen_parameters holds regexes of parameters. They are tried on the names of the folder's model, and become patterns
-of the names here. Axolotl's regexes have two peculiarities: a dot matches only a dot, and a regex only has to match the
-beginning of a name.
+of the names here. Axolotl's regexes have two peculiarities: a dot matches only a dot, except in .+, and a regex only
+has to match the beginning of a name.
 """
 
 import re
@@ -12,6 +12,8 @@ from pkgutil import resolve_name
 
 from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIG_CONVERTERS, family_in
+from torchtitan.models.hf.config import find_text_config
+from torchtitan.models.hf.wrappers import memory_prefix
 from torchtitan.models.sizes import HEAD, parameters
 from torchtitan.plugins.importers.adapter_targets import FAMILIES, patterns_of
 from torchtitan.plugins.importers.regexes import Regex, RegexError
@@ -20,6 +22,7 @@ from torchtitan.plugins.importers.translation import JobDraft
 KEY = "unfrozen_parameters"
 MAX_REGEXES = 2000
 """Two for each matrix of a large model."""
+TIED = "lm_head.weight"
 ROWS = re.compile(r"\[(\d*:[^]\[]*|\d+)\]\Z")
 """A range of a matrix's rows, or one row, at the end of an entry."""
 
@@ -48,10 +51,14 @@ def unfrozen(regexes: Sequence[str], folder: str, draft: JobDraft) -> list[str]:
         draft.refuse(KEY, list(regexes), allowed, f"{remedy} ({error})")
         return []
     chosen = set()
+    all_names = [hf_name for names in hf_names.values() for hf_name in names]
+    has_effect = any(matches(hf_name) for _, matches in matchers for hf_name in all_names)
     for regex, matches in matchers:
         matched = {name for name in hf_names if any(map(matches, hf_names[name]))}
-        if not matched:
-            candidates = {re.sub(r"\b\d+\b", "*", hf_name) for names in hf_names.values() for hf_name in names}
+        if not matched and has_effect and f"{HEAD}.weight" not in hf_names and matches(TIED):
+            draft.notes.append(f"{KEY}: {regex}: no effect, as the head is the embedding, for Axolotl too")
+        elif not matched:
+            candidates = {re.sub(r"\b\d+\b", "*", hf_name) for hf_name in all_names}
             allowed = f"regexes of how some of these begin: {', '.join(sorted(candidates))}"
             draft.refuse(KEY, regex, allowed, "correct or drop it")
         for name in sorted(matched):
@@ -67,6 +74,6 @@ def _hf_names(folder: str) -> dict[str, list[str]]:
     if family is None:
         raise JobError(f"{folder}: its family is not supported")
     args = CONFIG_CONVERTERS[family].args_from_folder(folder)
-    form = resolve_name(FAMILIES)[family].hf.tensor_map(args)
+    form = resolve_name(FAMILIES)[family].hf.tensor_map(args).within(memory_prefix(find_text_config(Path(folder))))
     names = [name for name in parameters(args) if not (args.tied_embeddings and name == f"{HEAD}.weight")]
     return {name: form.hf_names(name) for name in names}

@@ -6,12 +6,23 @@ The table defines the translation of each. Those that need other options to be u
 axolotl_data.py.
 """
 
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from torchtitan.config.options import hint
 from torchtitan.core import yaml_file
-from torchtitan.plugins.importers.translation import AUTO, FLOAT16, KINDS, CommandLine, JobDraft, Options, Setting, same
+from torchtitan.plugins.importers.translation import (
+    AUTO,
+    FLOAT16,
+    KINDS,
+    CommandLine,
+    JobDraft,
+    Options,
+    Setting,
+    flag_value,
+    same,
+)
 
 UNSET = ("", "None", "none", "NA", "null")
 """Spellings of an unset value in flags."""
@@ -347,12 +358,24 @@ OPTIONS |= {name: replace(OPTIONS[name], default=default) for name, default in D
 """Of Axolotl and of Truefoundry's trainer (train_data_uri, val_data_uri, cleanup_output_dir_on_start, mlfoundry_*)."""
 
 
+def _flags(line: CommandLine, in_file: Mapping[str, Any], draft: JobDraft) -> dict[str, Any]:
+    """Return the values of flags: of --name, and of --no-name, which is false."""
+    values: dict[str, Any] = {}
+    for flag, text in line.flags:
+        positive = flag.removeprefix("no_")
+        is_off = text is None and flag not in OPTIONS and positive in OPTIONS and OPTIONS[positive].kind == "bool"
+        name = positive if is_off else flag
+        values[name] = False if is_off else flag_value(OPTIONS.get(name), text)
+        if in_file.get("strict") and name not in in_file:
+            draft.refuse(name, values[name], "nothing with strict: true", "Axolotl ignores it: write it into the file")
+    return values
+
+
 def read_options(line: CommandLine, draft: JobDraft) -> Options:
     """Read a file's options, overridden by flags. Record their translations by the table in `draft`."""
     options = Options(OPTIONS, draft)
     raw_values = yaml_file.read(line.config or "")
-    # a flag without a value is true
-    raw_values |= {name: True if text is None else yaml_file.parse_value(text) for name, text in line.flags}
+    raw_values |= _flags(line, raw_values, draft)
     for name, value in raw_values.items():
         if value is None or (isinstance(value, str) and value in UNSET):
             if name in NEVER_NULL:

@@ -4,7 +4,7 @@ The table in llama_factory_options.py translates options that are independent of
 Trainer, llama_factory_data.py the data. The rest is read here: model, method, adapter, preferences.
 """
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from torchtitan.core import yaml_file
@@ -21,6 +21,7 @@ from torchtitan.plugins.importers.translation import (
     FLOAT16,
     CommandLine,
     JobDraft,
+    flag_value,
 )
 
 OTHER_BACKENDS = ("USE_MCA", "USE_MEGATRON_BRIDGE", "USE_KT")
@@ -45,11 +46,12 @@ def read(line: CommandLine) -> JobDraft:
 
 class _LlamaFactory:
     def __init__(self, line: CommandLine, draft: JobDraft) -> None:
-        values = table_in(line.config) if line.config is not None else {}
-        values |= {name: True if text is None else yaml_file.parse_value(text) for name, text in line.flags}
+        values = self._values(line)
         values |= {name: ",".join(values[name]) for name in NAMES if _are_texts(values.get(name))}
         self.draft, self.options = draft, options_of(values, OPTIONS, draft)
         self.values, self.note, self.refuse = draft.values, draft.notes.append, draft.refuse
+        if line.config is not None:
+            self._refuse_quoted(values)
         self.folder = self.options["model_name_or_path"]
         trainer = TrainerTranslation("LLaMA-Factory", line, self.options, draft)
         if line.environment.get("USE_RAY") == "1" and self.options["ray_num_workers"] and line.ranks is None:
@@ -57,6 +59,20 @@ class _LlamaFactory:
         if chosen := [name for name in OTHER_BACKENDS if line.environment.get(name, "0") not in ("0", "false")]:
             self.refuse(chosen[0], line.environment[chosen[0]], "nothing", "parallelism.* is the plan here")
         self.trainer = trainer
+
+    @staticmethod
+    def _values(line: CommandLine) -> dict[str, Any]:
+        """Return the values of a line. OmegaConf reads a file and the words name=value after it as YAML."""
+        if line.config is None:
+            return {name: flag_value(OPTIONS.get(name), text) for name, text in line.flags}
+        overrides = {name: True if text is None else yaml_file.parse_value(text) for name, text in line.flags}
+        return table_in(line.config) | overrides
+
+    def _refuse_quoted(self, values: Mapping[str, Any]) -> None:
+        """Refuse texts as truth values, which a file's dataclass takes unparsed: "false" is true there."""
+        for name, value in values.items():
+            if isinstance(value, str) and name in OPTIONS and OPTIONS[name].kind == "bool":
+                self.refuse(name, value, "true or false without quotes", "LLaMA-Factory takes each text for true")
 
     def read(self) -> None:
         options = self.options

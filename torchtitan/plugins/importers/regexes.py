@@ -31,7 +31,7 @@ class RegexError(Exception):
 class Regex:
     """A parsed regex. Raises RegexError if it is not supported.
 
-    `plain_dots`: a dot is a literal dot, and punctuation cannot be escaped.
+    `plain_dots`: a dot is a literal dot, but before a plus, and punctuation cannot be escaped.
     """
 
     def __init__(self, regex: str, plain_dots: bool = False) -> None:
@@ -144,7 +144,8 @@ class _Parser:
         elif char == "\\":
             chars = self._escaped()
         else:
-            chars = (frozenset("\n"), True) if char == "." and not self.plain_dots else (frozenset(char), False)
+            is_any = char == "." and (not self.plain_dots or self.remaining.startswith("+"))
+            chars = (frozenset("\n"), True) if is_any else (frozenset(char), False)
         return lambda after: self._add(chars, after)
 
     def _escaped(self) -> Chars:

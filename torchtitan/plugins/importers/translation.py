@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any, ClassVar
 
 from torchtitan.config.options import Fault, hint, show
+from torchtitan.core import yaml_file
 from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIG_CONVERTERS, FROM_HF, SIZES
 from torchtitan.models.hf.config import CONFIG, read_json
@@ -237,6 +238,19 @@ KINDS: dict[str, tuple[str, Callable[[Any], Any]]] = {
     "any": ("a value", lambda value: value),
 }
 """Kind of an option -> (description, parser of a YAML value or a launcher's text; None for an invalid one)."""
+PLAIN_KINDS = ("bool", "int", "float", "choice", "text", "word")
+
+
+def flag_value(option: Setting | None, text: str | None) -> Any:
+    """Return a flag's value as programs parse their flags, which for plain values is not as YAML.
+
+    `text`: the value as written; a flag without one is true. For argparse, click and fire 010 is 10 and the text 010,
+    and 1:30 or on is no number and no truth value; YAML 1.1 has others: 8, 90 and true. Lists, tables and the values of
+    unknown options (None) are read as YAML.
+    """
+    if text is None:
+        return True
+    return text if option is not None and option.kind in PLAIN_KINDS else yaml_file.parse_value(text)
 
 
 class Script(ABC):

@@ -31,6 +31,7 @@ from torchtitan.plugins.importers.translation import (
     CommandLine,
     JobDraft,
     Setting,
+    flag_value,
     same,
 )
 
@@ -358,8 +359,6 @@ def _values(line: CommandLine, table: Mapping[str, Setting]) -> dict[str, Any]:
             continue
         if text is None and name not in table and negated in table:
             values[negated] = False
-        elif text is not None and name in table and table[name].kind == "text":
-            values[name] = text  # 010 is no number, as for argparse
         else:
-            values[name] = True if text is None else yaml_file.parse_value(text)
+            values[name] = flag_value(table.get(name), text)
     return values
