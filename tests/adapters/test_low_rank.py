@@ -13,6 +13,7 @@ from fnmatch import fnmatchcase
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import load_file, save_file
 from transformers import (
     DeepseekV3ForCausalLM,
     LlamaForCausalLM,
@@ -246,6 +247,20 @@ def test_inits_that_change_the_base_are_refused_by_name(tmp_path, init):
     assert peft_folder.load(tmp_path, options, form, shapes).keys() == shapes.keys()
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf, torch.int8, torch.float8_e4m3fn])
+def test_adapters_that_are_not_numbers_are_refused(tmp_path, value):
+    """Whole numbers would be trained on from adapters that were rounded to nothing."""
+    form, options, shapes, _ = save_peft_folder(tmp_path)
+    tensors = load_file(tmp_path / peft_folder.WEIGHTS)
+    name = sorted(tensors)[-1]
+    if isinstance(value, float):
+        tensors[name].view(-1)[-1] = value
+    tensors = tensors if isinstance(value, float) else tensors | {name: tensors[name].to(value)}
+    save_file(tensors, tmp_path / peft_folder.WEIGHTS)
+    with pytest.raises(JobError, match=f"{peft_folder.WEIGHTS}: {name} holds NaN, infinity or .*; allowed: finite"):
+        peft_folder.load(tmp_path, options, form, shapes)
+
+
 def test_layer_replication_is_refused_by_name(tmp_path):
     form, options, shapes, config = save_peft_folder(tmp_path)
     (tmp_path / peft_folder.CONFIG).write_text(json.dumps(config | {"layer_replication": [[0, 2], [1, 2]]}))
@@ -271,8 +286,6 @@ def test_a_folder_without_an_adapter_is_refused(tmp_path):
     with pytest.raises(JobError, match="no adapter in peft's layout"):
         peft_folder.load(tmp_path, options, form, {})
     (tmp_path / peft_folder.CONFIG).write_text("[]")
-    from safetensors.torch import save_file
-
     save_file({}, tmp_path / peft_folder.WEIGHTS)
     with pytest.raises(JobError, match="holds no JSON object"):
         peft_folder.load(tmp_path, options, form, {})

@@ -21,6 +21,7 @@ from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
 from torchtitan.core.hub import name_and_commit
+from torchtitan.models.hf.load import READABLE_DTYPES
 from torchtitan.models.hf.names import TensorMap
 
 logger = logging.getLogger(__name__)
@@ -220,6 +221,13 @@ def load(folder: Path, options: Options, form: TensorMap, shapes: Mapping[str, t
         peft_tensors = load_file(folder / WEIGHTS)
     except (OSError, ValueError, SafetensorError) as error:
         raise JobError(f"{folder}: no adapter in peft's layout ({CONFIG}, {WEIGHTS}): {error}") from error
+    for name, tensor in peft_tensors.items():
+        if tensor.dtype not in READABLE_DTYPES.values() or not tensor.isfinite().all():
+            kind = str(tensor.dtype).removeprefix("torch.")
+            raise JobError(
+                f"{folder / WEIGHTS}: {name} holds NaN, infinity or {kind}; allowed: finite floats of 16 bits or more; "
+                "save it again with peft"
+            )
     try:
         return from_peft(peft_tensors, form, shapes)
     except JobError as error:
