@@ -13,6 +13,7 @@ from torchtitan.config.sections.training import LRScheduler
 from torchtitan.core.files import shipped_jobs
 from torchtitan.job import ResolvedJob
 from torchtitan.process.ranks import read_ranks
+from torchtitan.rules import NAMES
 from torchtitan.rules.facts import Facts
 from torchtitan.rules.loading import _saved_schedules, fewest_ranks, load_job, load_valid
 from torchtitan.training.trainer import Trainer
@@ -39,6 +40,19 @@ NOTICE = "a trial run by training.steps = 5: the job's schedule does not fit, an
 def job(folder: Path, text: str, *options: str) -> list[str]:
     (folder / "job.toml").write_text(text)
     return ["--job.config_file", str(folder / "job.toml"), *options]
+
+
+@pytest.mark.parametrize("key", NAMES)
+@pytest.mark.parametrize("end", ["--training.steps=5", "--training.tokens=99999"])
+def test_an_unknown_name_of_a_trial_run_is_reported(tmp_path, key, end):
+    """The schedule, which is judged before the names, depends on some of them."""
+    section, _, option = key.partition(".")
+    text = f'{DEBUG}[{section}]\n{option} = "unknwon"\n' if f"[{section}]" not in DEBUG else ""
+    text = text or DEBUG.replace(f"[{section}]\n", f'[{section}]\n{option} = "unknwon"\n')
+    arguments = job(tmp_path, text, end, "--model.tokenizer_path=bytes", "--compile.enable")
+    with pytest.raises(ConfigError) as error:
+        load_valid(arguments, 1, "cpu")
+    assert key in [fault.key for fault in error.value.faults]
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,7 @@ from torchtitan.config.sections.training import LRScheduler, Training
 from torchtitan.core.cadence import NO_LIMIT
 from torchtitan.job import ResolvedJob
 from torchtitan.lr_schedules import CYCLICAL, JAGGED
-from torchtitan.rules import check, with_faults_of_the_rest
+from torchtitan.rules import check, judge, with_faults_of_the_rest, without_unknown_names
 from torchtitan.rules.checkpoint import checkpoint_to_resume
 from torchtitan.rules.facts import Device, Facts
 from torchtitan.rules.optimization import schedule_can_be_built
@@ -126,8 +126,9 @@ def _shorter(shape: LRScheduler, steps: int, of_files: Values) -> list[LRSchedul
 
 
 def _fits(config: JobConfig) -> bool:
-    """Return True if the schedule can be built."""
-    return not any(schedule_can_be_built(Facts(ResolvedJob(config))))
+    """Return True if the schedule can be built, or nothing can be said because of an unknown name."""
+    facts, faults = without_unknown_names(Facts(ResolvedJob(config)))
+    return bool(faults) or not judge(facts, [schedule_can_be_built])
 
 
 def fewest_ranks(options: Parallelism) -> int:
