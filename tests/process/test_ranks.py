@@ -47,12 +47,14 @@ def test_a_number_of_ranks_that_is_none_is_refused(text, capsys):
         ({"RANK": "2", "WORLD_SIZE": "2"}, "RANK .* given 2; allowed: at most 1 with WORLD_SIZE = 2"),
         ({"WORLD_SIZE": "0"}, "RANK .* given 0; allowed: at most -1 with WORLD_SIZE = 0"),
         ({"LOCAL_RANK": "1"}, "LOCAL_RANK .* given 1; allowed: at most 0 with LOCAL_WORLD_SIZE = 1"),
+        ({"LOG_RANK": "all"}, "LOG_RANK in the environment: given 'all'; allowed: local ranks separated by commas"),
+        ({"LOG_RANK": "0,-1"}, "LOG_RANK in the environment: given '0,-1'"),
         ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"}, "LOCAL_WORLD_SIZE .* given 4; allowed: at most 2"),
     ],
 )
 def test_variables_that_contradict_each_other_are_refused(variables, message, monkeypatch):
     """A rank 3 of one would log nothing, and leave the run's folder without a lock and the end of the run."""
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "LOG_RANK"):
         monkeypatch.delenv(name, raising=False)
     assert ranks.read_ranks() == ranks.Ranks()
     for name, value in variables.items():

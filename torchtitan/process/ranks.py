@@ -124,7 +124,12 @@ def read_ranks() -> Ranks:
     _require_at_most("RANK", rank, "WORLD_SIZE", world_size, world_size - 1)
     _require_at_most("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size, local_world_size - 1)
     _require_at_most("LOCAL_WORLD_SIZE", local_world_size, "WORLD_SIZE", world_size, world_size)
-    chosen = [part.strip() for part in os.environ.get("LOG_RANK", "0").split(",")]
+    chosen = [part.strip() for part in (os.environ.get("LOG_RANK") or "0").split(",")]
+    if None in map(parse_number, chosen):  # no rank would write anything
+        raise JobError(
+            f"LOG_RANK in the environment: given {','.join(chosen)[:100]!r}; allowed: local ranks separated by commas; "
+            "leave it out for the first"
+        )
     return Ranks(
         rank=rank,
         local_rank=local_rank,
