@@ -65,6 +65,7 @@ REMEDIES = [
     (dict(prompt="a", chosen="b", rejected="c", history=[["d", "e"]]), "write its turns as messages before the others"),
     (dict(prompt=TALK[:1], completion=TALK[1:], history=[["d", "e"]]), "write its turns as messages before the others"),
     (dict(messages=TALK, history='[["d", "e"]]'), "'history', which format chat has no place for"),
+    (dict(messages=[TALK[0] | {"images": ["a.png"]}, TALK[1]]), "has 'images' in message 0, which no text model reads"),
     (dict(messages=TALK, images=["a.png"]), "the field 'images', which no text model reads; take such records out"),
     (dict(conversations=TALK, image="a.png"), 'or set training.format = "sharegpt", which leaves the field out'),
     (dict(prompt="a", completion="b", videos=["a.mp4"]), "the field 'videos', which no text model reads"),

@@ -13,7 +13,16 @@ from dataclasses import dataclass, fields, replace
 from typing import Any, NamedTuple
 
 from torchtitan.core.errors import LimitError
-from torchtitan.datasets.messages import FLAGS, LIST_OF_TABLES, MessageReader, as_list, is_messages, is_segments, parsed
+from torchtitan.datasets.messages import (
+    FLAGS,
+    LIST_OF_TABLES,
+    MEDIA,
+    MessageReader,
+    as_list,
+    is_messages,
+    is_segments,
+    parsed,
+)
 from torchtitan.datasets.sources import REMEDY, Chat, DataError, Document, Span
 
 PLACEHOLDERS = ("instruction", "input", "system")
@@ -159,7 +168,6 @@ def alpaca_messages(record: Record, location: str) -> list[dict[str, Any]]:
 CONTEXT_FIELDS = ("system", "tools", "functions", "chat_template_kwargs")
 """Fields next to a conversation: its system message, and tools (OpenAI's earlier name: functions) and variables of its
 template."""
-MEDIA = ("images", "image", "videos", "video", "audios", "audio")
 UNPLACED = ("history", *MEDIA)
 """Fields that no format has a place for: earlier turns, and what no text model reads."""
 TOKEN_MASKS = ("labels", "attention_mask", "loss_mask", "completion_mask", "assistant_masks")

@@ -36,6 +36,8 @@ FUNCTION_CALL = "function_call"
 """Role of a turn, and key of a message, that calls a function."""
 TEXT_PART = {"type", "text"}
 CALL_KEYS, FUNCTION_KEYS = {"id", "type", "index", "function"}, {"name", "arguments"}
+MEDIA = ("images", "image", "videos", "video", "audios", "audio")
+"""Fields of records, and keys of messages, that no text model reads."""
 FLAGS = ("train", "weight", "loss")
 """Keys of a message that say whether it is trained, as Axolotl, OpenAI and ms-swift name them."""
 KNOWN_KEYS = {
@@ -201,6 +203,8 @@ class MessageReader:
         if not isinstance(item, dict):
             raise self._error(f"has a {type(item).__name__} as message {number}", "not a message {role, content}")
         item = without_nulls(without_absent(item))
+        if media := [key for key in MEDIA if item.get(key)]:
+            raise self._error(f"has {media[0]!r} in message {number}", "which no text model reads")
         name = self._one_of(item, ROLE_KEYS, number, "role")
         content = self._one_of(item, CONTENT_KEYS, number, "content")
         if not isinstance(name, str):

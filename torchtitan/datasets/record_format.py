@@ -13,7 +13,6 @@ from torchtitan.datasets.formats import (
     FORMATS,
     INSTRUCTIONS,
     LISTS,
-    MEDIA,
     MESSAGE_KEYS,
     TOKEN_MASKS,
     UNPLACED,
@@ -29,6 +28,7 @@ from torchtitan.datasets.formats import (
 from torchtitan.datasets.messages import (
     FLAGS,
     KNOWN_KEYS,
+    MEDIA,
     ROLE_KEYS,
     Context,
     MessageReader,
