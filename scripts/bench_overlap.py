@@ -29,7 +29,7 @@ from torchtitan.parallelisms.pipeline.overlap.segments import (
     Segment,
 )
 from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage
-from torchtitan.parallelisms.pipeline.runtime import build_table
+from torchtitan.parallelisms.pipeline.tables import build_table
 
 RUNS = {
     "ZBV": ("ZBVZeroBubble", False),

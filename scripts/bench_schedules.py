@@ -23,8 +23,9 @@ from torch import nn
 
 from torchtitan.parallelisms.pipeline.actions import count_stages, stage_ranks
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES
-from torchtitan.parallelisms.pipeline.runtime import Stage, TableSchedule, build_table
+from torchtitan.parallelisms.pipeline.runtime import Stage, TableSchedule
 from torchtitan.parallelisms.pipeline.simulator import simulate
+from torchtitan.parallelisms.pipeline.tables import build_table
 from torchtitan.process.exit import exit_with
 
 RANKS, MICROBATCHES, WIDTH = 4, 16, 8

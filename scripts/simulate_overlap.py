@@ -38,7 +38,7 @@ from torchtitan.parallelisms.pipeline.overlap.segments import (
     in_order,
     interleave,
 )
-from torchtitan.parallelisms.pipeline.runtime import build_table
+from torchtitan.parallelisms.pipeline.tables import build_table
 
 UNIT = 1.0  # time of attention and of experts, for each of F, I and W
 

@@ -10,8 +10,8 @@ from tests.support import jobs
 from torchtitan import cli
 from torchtitan.commands import schedule
 from torchtitan.parallelisms.pipeline.actions import load_schedule_csv
-from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
+from torchtitan.parallelisms.pipeline.tables import build_table
 
 
 @pytest.fixture

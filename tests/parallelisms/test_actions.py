@@ -20,7 +20,7 @@ from torchtitan.parallelisms.pipeline.actions import (
     with_full_backward,
 )
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES
-from torchtitan.parallelisms.pipeline.runtime import build_table
+from torchtitan.parallelisms.pipeline.tables import build_table
 
 GOOD = "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
 

@@ -12,7 +12,7 @@ from tests.support.overlap_runs import CUTS, EP, MICROBATCHES, PP, SCHEDULES, ch
 from tests.support.pool import run_ranks
 from tests.support.segment_policies import POLICIES
 from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedStage
-from torchtitan.parallelisms.pipeline.runtime import build_table
+from torchtitan.parallelisms.pipeline.tables import build_table
 
 
 def table_case(schedule, policy):

@@ -33,7 +33,7 @@ from torchtitan.parallelisms.pipeline.overlap import stage as segmented_stage
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, NodeLoop
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
 from torchtitan.parallelisms.pipeline.overlap.segments import Turn, in_order, interleave
-from torchtitan.parallelisms.pipeline.runtime import build_table
+from torchtitan.parallelisms.pipeline.tables import build_table
 
 # The order of collectives
 

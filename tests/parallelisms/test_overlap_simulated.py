@@ -6,8 +6,8 @@ import pytest
 
 from tests.support.jobs import ROOT
 from torchtitan.parallelisms.pipeline.actions import find_faults
-from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
+from torchtitan.parallelisms.pipeline.tables import build_table
 
 
 @pytest.fixture

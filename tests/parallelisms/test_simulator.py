@@ -23,8 +23,8 @@ from torchtitan.parallelisms.pipeline.actions import (
     with_full_backward,
 )
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES, stages_of_rank
-from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
+from torchtitan.parallelisms.pipeline.tables import build_table
 
 HALF, TENTH = Fraction(1, 2), Fraction(1, 10)
 TRIPLES = [(f, i, w) for f, i, w in product((HALF, 1, 2), (HALF, 1, 3 * HALF), (HALF, 1, 3 * HALF))]

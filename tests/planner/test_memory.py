@@ -13,8 +13,8 @@ from torchtitan.job import ResolvedJob
 from torchtitan.models import SIZES
 from torchtitan.parallelisms.pipeline.actions import with_full_backward
 from torchtitan.parallelisms.pipeline.cut import schedule_traits, stages_of_rank
-from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import simulate
+from torchtitan.parallelisms.pipeline.tables import build_table
 from torchtitan.planner import estimate
 from torchtitan.planner.memory.closed_form import fit, fullest, moments, predict_memory
 from torchtitan.planner.memory.rank_layout import in_flight, stages_in_flight, waiting_weight_gradients

@@ -19,8 +19,8 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import load_hardware
 from torchtitan.job import ResolvedJob
 from torchtitan.launcher.run_folder import RecordedPlan, record_start
-from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
+from torchtitan.parallelisms.pipeline.tables import build_table
 from torchtitan.planner import estimate
 from torchtitan.planner import search as search_module
 from torchtitan.planner.memory.closed_form import LIMITS

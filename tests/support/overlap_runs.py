@@ -17,7 +17,7 @@ from tests.support.segment_policies import POLICIES
 from torchtitan.parallelisms.pipeline.actions import stage_ranks
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll, SplitSizes
 from torchtitan.parallelisms.pipeline.overlap.stage import SegmentedSchedule, SegmentedStage
-from torchtitan.parallelisms.pipeline.runtime import build_table
+from torchtitan.parallelisms.pipeline.tables import build_table
 
 PP, EP, MICROBATCHES, VALID = 2, 2, 6, 50.0
 CUTS = {2: (range(0, 4), range(4, 6)), 4: (range(0, 2), range(2, 4), range(4, 5), range(5, 6))}

@@ -10,6 +10,7 @@ import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
+from pkgutil import resolve_name
 from string import ascii_lowercase
 from typing import Any
 
@@ -27,7 +28,6 @@ from torchtitan.core.progress_bar import waiting
 from torchtitan.job import ResolvedJob
 from torchtitan.metrics.plot import GREY, HELD_OUT, INK, LOSS, RATE, RAW, STYLE, check_format
 from torchtitan.parallelisms.pipeline.cut import schedule_traits
-from torchtitan.planner import estimate
 from torchtitan.planner.answer import (
     HEADER,
     Cost,
@@ -258,6 +258,7 @@ class PlanRequest:
         """
         for label, candidate in self.to_rehearse(result):
             with waiting(f"plan {label} is rehearsed"):
+                estimate = resolve_name("torchtitan.planner.estimate")  # needs torch, unlike the search
                 yield estimate.worst(estimate.predict(self.search.job(candidate.plan))).peak
 
     def to_rehearse(self, result: Result) -> list[tuple[str, Candidate]]:

@@ -33,8 +33,8 @@ from torchtitan.parallelisms.pipeline.actions import (
     with_full_backward,
 )
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES, schedule_traits
-from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, Simulation, TimeSpan, simulate
+from torchtitan.parallelisms.pipeline.tables import build_table
 from torchtitan.process.ranks import likely_device
 from torchtitan.rules import Facts
 from torchtitan.rules.loading import load_valid

@@ -16,10 +16,10 @@ from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from pkgutil import resolve_name
 from typing import Any
 
 from torchtitan.commands.command_lines import parse_command
+from torchtitan.commands.schedule import ask
 from torchtitan.config.job import JobConfig
 from torchtitan.config.manager import load
 from torchtitan.config.options import ConfigError
@@ -156,7 +156,7 @@ class Account:
         """Return the idle time of the pipeline within training, simulated, and what twice as many microbatches gain."""
         assert self.config is not None
         options, job = parse_command("schedule", ["--job.config_file", *self.config.job.config_file])
-        question = resolve_name("torchtitan.commands.schedule:ask")(options, job)  # needs torch
+        question = ask(options, job)
         share = question.simulated(question.table()).bubble_share
         larger = dataclasses.replace(question, microbatches=2 * question.microbatches)
         better = larger.simulated(larger.table()).bubble_share

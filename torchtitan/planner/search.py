@@ -24,8 +24,8 @@ from torchtitan.job import ResolvedJob
 from torchtitan.parallelisms.degrees import divisors, indivisible_sizes, split_sizes
 from torchtitan.parallelisms.pipeline.actions import Table
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES, check_microbatches
-from torchtitan.parallelisms.pipeline.runtime import build_table
 from torchtitan.parallelisms.pipeline.simulator import Costs, Simulation, simulate
+from torchtitan.parallelisms.pipeline.tables import build_table
 from torchtitan.planner.memory.closed_form import MemoryPrediction, predict_memory
 from torchtitan.planner.memory.rank_sizes import RankSizes
 from torchtitan.planner.plan import Plan, Workload

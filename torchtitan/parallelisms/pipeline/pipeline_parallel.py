@@ -50,11 +50,11 @@ from torchtitan.parallelisms.pipeline.runtime import (
     Stage,
     TableSchedule,
     annotate_errors,
-    build_table,
     loss_targets,
     split_microbatches,
 )
 from torchtitan.parallelisms.pipeline.simulator import simulate
+from torchtitan.parallelisms.pipeline.tables import build_table
 from torchtitan.parallelisms.plan import ParallelPlan, match_modules
 
 logger = logging.getLogger(__name__)

@@ -9,8 +9,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
-from pkgutil import resolve_name
-from typing import Any
 
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
@@ -21,6 +19,7 @@ from torchtitan.launcher.run_folder import JOB_FILE, job_of_step, plan_of_start,
 from torchtitan.metrics.curves import read_thinned
 from torchtitan.metrics.json_lines import METRICS, Record, is_finite
 from torchtitan.planner.plan import Plan, Workload, pipeline_obstacle, planning_obstacle
+from torchtitan.planner.search import Candidate, Limits, PipelineTimer, Search
 from torchtitan.planner.time.messages import FACTORS, PARTS, Calibration, Parts, StepTime
 from torchtitan.planner.time.step_time import UNPUBLISHED_SPREAD, StepTimer
 
@@ -261,9 +260,7 @@ class MeasuredRun:
         if self.recorded is not None:
             hardware = replace(hardware, devices_per_machine=self.recorded.ranks_per_machine)
         timer = StepTimer(self.workload, hardware, calibration)
-        if self.plan.pp > 1:
-            timer = resolve_name("torchtitan.planner.search:PipelineTimer")(timer)
-        return timer.step_time(self.plan)
+        return (PipelineTimer(timer) if self.plan.pp > 1 else timer).step_time(self.plan)
 
 
 @dataclass(frozen=True)
@@ -310,13 +307,12 @@ class ModelledStep:
             shares[UNEXPLAINED] -= self.scale * seconds
         return {name: shares[name] / self.run.seconds for name in sorted(shares, key=lambda name: -shares[name])}
 
-    def fastest(self) -> Any:
+    def fastest(self) -> Candidate | None:
         """Return the planner's fastest legal plan on the ranks of the run; None if none fits."""
         run, device = self.run, "cuda" if self.hardware.device_names else "cpu"
-        planner = resolve_name("torchtitan.planner.search")
         job = run.job.on_ranks(run.plan.gpus, device)
-        search = planner.Search(job, run.workload, run.samples, self.hardware, self.calibration)
-        best = search.find(run.plan.gpus, 1, planner.Limits(self.hardware.memory_gib * 2**30)).best
+        search = Search(job, run.workload, run.samples, self.hardware, self.calibration)
+        best = search.find(run.plan.gpus, 1, Limits(self.hardware.memory_gib * 2**30)).best
         return best[0] if best else None
 
     def savings(self, other: StepTime) -> tuple[float, float, float]:
