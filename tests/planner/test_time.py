@@ -4,6 +4,8 @@ import dataclasses
 import importlib
 import itertools
 import re
+import subprocess
+import sys
 
 import pytest
 
@@ -409,6 +411,23 @@ def test_the_page_agrees_with_its_rows(script):
     assert script.summary(rows) in section and [row.name for row in rows] in ([], list(script.PLANS))
 
 
+def test_pairs_in_the_wrong_order_are_named(script):
+    rows = [script.Row("a", 2.0, 1.2), script.Row("b", 1.6, 1.1), script.Row("c", 3.0, 1.15)]
+    assert script.wrong_pairs(rows) == ["in the wrong order: c takes 50.0% longer than a"]
+
+
+def test_work_of_others_is_told_from_that_of_children(script):
+    before = script.core_seconds()
+    subprocess.run([sys.executable, "-c", "sum(range(3_000_000))"], check=True)
+    busy, ours = (after - earlier for after, earlier in zip(script.core_seconds(), before, strict=True))
+    assert 0 < ours < busy + 0.05  # which is counted in hundredths of a second, of each core
+
+
+def test_rounds_have_folders_of_their_own(script, tmp_path):
+    assert len({script.name_of_folder("CP 2", number) for number in (1, 2, 3)}) == 3
+    assert f"--job.dump_folder={tmp_path / 'CP-2-round-2'}" in script.job_of("CP 2", tmp_path, True, 2)[1]
+
+
 def test_the_section_is_replaced_alone(script, tmp_path, monkeypatch):
     monkeypatch.setattr(script, "PAGE", tmp_path / "page.md")
     script.PAGE.write_text(f"before\n{script.BEGIN}\nold\n{script.END}\nafter\n")
@@ -422,7 +441,8 @@ def test_planted_runs_are_predicted_by_what_three_of_them_calibrate(script, tmp_
     runs, uncalibrated = {}, []
     for name in script.PLANS:
         _, job, steps = script.job_of(name, tmp_path, False)
-        run = runs[name] = tmp_path / script.name_of_folder(name)
+        run = tmp_path / script.name_of_folder(name)
+        runs[name] = [run]
         run.mkdir()
         config = manager.load(job)
         (run / "config.toml").write_text(manager.to_toml(config))
