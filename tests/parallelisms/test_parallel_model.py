@@ -1,4 +1,4 @@
-"""Step hooks: they run in order, and their state is saved and restored."""
+"""Step hooks: they run in order, and their state is saved and restored. Which models leave tokens out."""
 
 from unittest.mock import patch
 
@@ -7,10 +7,13 @@ import pytest
 from tests.plans.combinations import Combination
 from tests.support import jobs, table_rows
 from tests.support.pool import run_ranks
+from torchtitan.adapters.interface import Adapter
+from torchtitan.adapters.low_rank import LoRA
 from torchtitan.assembly.parts import ModelBuilder
+from torchtitan.config.sections.model import Adapter as AdapterOptions
 from torchtitan.contract.step import local_batch
 from torchtitan.losses.objective import IGNORE_INDEX
-from torchtitan.parallelisms.parallel_model import StepHooks
+from torchtitan.parallelisms.parallel_model import StatefulAdapter, StepHooks, computes_by_token
 
 
 class Diary:
@@ -59,12 +62,39 @@ def tokens_computed(row):
 
 @pytest.mark.parametrize(
     ("ranks", "row", "leaves_out"),
-    [(1, {}, True), (2, {"dp_shard": 2}, True), (2, {"tp": 2}, False), (1, {"model": "deepseek"}, False)],
+    [
+        (1, {}, True),
+        (2, {"dp_shard": 2}, True),
+        (2, {"tp": 2}, False),
+        (1, {"model": "deepseek"}, False),
+        (1, {"adapter": "lora"}, True),
+        (1, {"adapter": "scale"}, False),
+    ],
 )
 def test_documents_without_labels_are_left_out_where_a_batch_may_have_any_length(ranks, row, leaves_out):
     """The table of combinations compares gradients with those of the whole batch on one device."""
     for tokens, computed in run_ranks(ranks, tokens_computed, Combination(ranks=ranks, document_mask=True, **row)):
         assert computed < tokens if leaves_out else computed == tokens
+
+
+class StatefulLoRA(LoRA, StatefulAdapter):
+    """An adapter of a package that keeps state across batches, and has not thought of padding."""
+
+
+class Mixing(LoRA):
+    """An adapter that may connect tokens."""
+
+    def convert(self, model, plan):
+        return super().convert(model, plan)
+
+
+class Declared(Mixing):
+    by_token, convert = True, Mixing.convert
+
+
+def test_an_adapter_gets_all_tokens_unless_it_declares_to_compute_each_alone():
+    kinds = {LoRA: True, StatefulLoRA: False, Mixing: False, Declared: True, Adapter: False}
+    assert {kind: computes_by_token(kind(AdapterOptions(kind="lora"))) for kind in kinds} == kinds
 
 
 def train_with_a_diary(argv):

@@ -83,6 +83,9 @@ class Adapter:
     """Name of the folder format for sharing these adapters."""
     alternative = "write the whole model (torchtitan export --merge)"
     """How to save all trained parameters where the folder format cannot hold them; part of error messages."""
+    by_token = False
+    """True if what `convert` of the same class installs computes each token from that token alone: then a model on a
+    CPU may leave tokens without a label out (`may_join_documents` of models/decoder.py)."""
 
     def __init__(self, options: Options, seed: int = 0):
         self.options, self.seed = options, seed
@@ -366,7 +369,7 @@ KEY = "training.unfrozen"
 class Unfrozen(Adapter):
     """Trains the model's parameters with names that match `patterns`, adds nothing and freezes all others."""
 
-    name = "unfrozen"
+    name, by_token = "unfrozen", True
 
     def __init__(self, patterns: Sequence[str]):
         super().__init__(Options(kind=self.name))

@@ -199,6 +199,7 @@ class LowRank(Adapter):
 
     linear_class: type[LowRankLinear]
     experts_class: type[LowRankExperts] | None = None  # None: this kind does not support experts
+    by_token = True
     adapts_tied_head = False  # True if a head tied to the embedding has an adapter
 
     def convert(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:

@@ -167,14 +167,21 @@ def parallel_parts(
     return parts, local_stages, len(stages)
 
 
-def _may_join_documents(model: nn.Module, dims: ParallelDims, options: ParallelOptions) -> bool:
-    """Return True if tokens may be left out: the model declares it, and a forward may have any number of tokens."""
+def _may_join_documents(model: nn.Module, adapter: Any, dims: ParallelDims, options: ParallelOptions) -> bool:
+    """Return True if tokens may be left out: model and adapter declare it, and a forward may have any number."""
     of_any_size = dims.tp == dims.cp == dims.pp == dims.ep == 1 and not (options.compile_model or options.compile_loss)
     return (
         of_any_size
+        and (adapter is None or computes_by_token(adapter))
         and getattr(model, "may_join_documents", False)
         and declaration_holds(model, "may_join_documents", "forward")
     )
+
+
+def computes_by_token(adapter: Any) -> bool:
+    """Return True if an adapter declares that it computes each token alone. One with state reads whole batches."""
+    is_declared = getattr(adapter, "by_token", False) and declaration_holds(adapter, "by_token", "convert")
+    return is_declared and not isinstance(adapter, StatefulAdapter)
 
 
 def runs_by_segments(dims: ParallelDims, options: ParallelOptions) -> bool:
@@ -222,7 +229,8 @@ class ParallelModel:
         self.autocast = torch.autocast(device.type, options.param_dtype, enabled=mixed)
         tied = tied_names(model)
         self.needs_keys: bool = getattr(model, "needs_keys", False)  # True if training needs the tokens' random keys
-        self.joins_documents = device.type == "cpu" and balance is None and _may_join_documents(model, dims, options)
+        may_join = device.type == "cpu" and balance is None
+        self.joins_documents = may_join and _may_join_documents(model, adapter, dims, options)
         self.expert_mesh = dims.build_expert_mesh(mesh.device_type)
         self.parts, stages, num_stages = parallel_parts(model, mesh, dims, plan, options, pipeline, self.expert_mesh)
         self.stateful_adapter = adapter if isinstance(adapter, StatefulAdapter) else None
