@@ -6,7 +6,9 @@ The real trainer (A) and the steps of transformers.Trainer without its loop (B: 
 schedule) take turns A B B A in one process, with the same rows, padded to the longest, in float32. Neither recomputes
 anything. "classes": a RoBERTa of 6 layers and width 384 for texts of 8 to 60 words; "classes, dropout" with
 transformers' default dropout of 0.1. "records": a Llama of 34 million parameters, all weights trained on records of 6
-to 520 tokens. --aa compares B with itself. --quick shows that it runs.
+to 520 tokens. "pairs": the same model by DPO, on prompts of up to 200 tokens and answers of up to 320; both answers are
+in one padded batch, as in trl's DPOTrainer, and the reference is computed before. --aa compares B with itself. --quick
+shows that it runs.
 """
 
 import argparse
@@ -14,11 +16,12 @@ import json
 import random
 import tempfile
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from bench_timing import Goal, Guest, heading, row, steps, take_turns, throw_lines_away
 from transformers import (
     LlamaConfig,
@@ -48,7 +51,10 @@ class Kind:
     sizes: dict[str, Any]
     lengths: tuple[int, int]
     goal: float
-    overrides: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def has_pairs(self) -> bool:
+        return self.options["task.kind"] == "dpo"
 
 
 def roberta(sizes: dict[str, Any]) -> PreTrainedModel:
@@ -89,25 +95,37 @@ DROPPED = CLASSES | {"dropout": 0.1, "attention_dropout": 0.1}
 KINDS["classes, dropout"] = replace(KINDS["classes"], sizes=DROPPED)
 
 
-def write_records(path: Path, lengths: tuple[int, int], count: int) -> None:
-    """Write records whose texts have, with a begin and an end token, between `lengths` tokens."""
-    generator, (least, most) = random.Random(0), lengths
+KINDS["pairs"] = replace(KINDS["records"], options={"model.name": "llama3", "task.kind": "dpo"})
+PROMPT = 200
+"""Tokens of the longest prompt of a pair."""
+
+
+def write_records(path: Path, kind: Kind, count: int) -> None:
+    """Write records whose texts have, with a begin and an end token, between the kind's `lengths` tokens."""
+    generator, (least, most) = random.Random(0), kind.lengths
+
+    def text(longest: int) -> str:
+        return "".join(generator.choices("abcdefgh ", k=generator.randint(least, longest) - 2))
+
     with path.open("w") as file:
         for number in range(count):
-            text = "".join(generator.choices("abcdefgh ", k=generator.randint(least, most) - 2))
-            file.write(json.dumps({"text": text, "label": number % 2}) + "\n")
+            if kind.has_pairs:
+                record = {"prompt": text(PROMPT), "chosen": text(most - PROMPT), "rejected": text(most - PROMPT)}
+            else:
+                record = {"text": text(most), "label": number % 2}
+            file.write(json.dumps(record) + "\n")
 
 
 def our_trainer(kind: Kind, folder: Path, batch: int, count: int) -> trainer.Trainer:
     """Build the trainer of a job of `count` steps."""
-    write_records(folder / "records.jsonl", kind.lengths, 64 * batch)
+    write_records(folder / "records.jsonl", kind, 64 * batch)
     settings = kind.options | {
         "job.dump_folder": folder / "run",
         "model.overrides": "{" + ", ".join(f"{name}={size}" for name, size in kind.sizes.items()) + "}",
         "model.tokenizer_path": "bytes",
         "training.dataset": "text",
         "training.dataset_path": folder / "records.jsonl",
-        "training.local_batch_size": batch,
+        "training.local_batch_size": batch // (1 + kind.has_pairs),
         "training.seq_len": kind.lengths[1],
         "training.steps": count,
         "training.mixed_precision_param": "float32",
@@ -118,6 +136,17 @@ def our_trainer(kind: Kind, folder: Path, batch: int, count: int) -> trainer.Tra
     return trainer.Trainer(manager.load([f"--{name}={value}" for name, value in settings.items()]), Ranks())
 
 
+class PairTrainer(Trainer):
+    """transformers.Trainer with the loss of trl's DPOTrainer, for a reference whose log-probabilities are known: 0."""
+
+    def compute_loss(self, model: Any, inputs: dict[str, torch.Tensor], *_: Any, **__: Any) -> torch.Tensor:
+        labels = inputs.pop("labels")
+        logits = model(**inputs).logits
+        picked = logits.gather(-1, labels.clamp(min=0)[..., None])[..., 0] - logits.logsumexp(-1)
+        chosen, rejected = picked.where(labels != -100, 0).sum(-1).view(-1, 2).unbind(1)
+        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
+
+
 class Peer:
     """The steps of transformers.Trainer."""
 
@@ -126,17 +155,19 @@ class Peer:
         arguments = TrainingArguments(
             output_dir=str(folder), max_steps=count, learning_rate=8e-4, use_cpu=True, report_to=[], disable_tqdm=True
         )
-        self.trainer = Trainer(self.model, arguments)
+        self.trainer = (PairTrainer if kind.has_pairs else Trainer)(self.model, arguments)
         self.trainer.create_optimizer_and_scheduler(count)
         self.trainer.current_gradient_accumulation_steps = 1  # as its loop sets it
-        self.has_classes = kind.options["task.kind"] == "seq_cls"
+        self.kind = kind
 
     def inputs(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return transformers' inputs of our batch [B, S]."""
         documents, labels = batch["document_ids"], batch["labels"]
         mask = documents == documents[:, :1]
         inputs = {"input_ids": batch["tokens"].where(mask, PAD), "attention_mask": mask.long()}
-        if self.has_classes:
+        if self.kind.has_pairs:
+            return inputs | {"labels": labels}
+        if self.kind.options["task.kind"] == "seq_cls":
             return inputs | {"labels": labels.amax(1)}
         return inputs | {"labels": inputs["input_ids"].where(mask, -100)}
 
@@ -184,7 +215,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=KINDS, default=list(KINDS), metavar="NAME")
     parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--batch", type=int, default=16, help="records of a step")
+    parser.add_argument("--batch", type=int, default=16, help="records, or answers, of a step")
     parser.add_argument("--pairs", type=int, default=4, help="turns of each side in a repeat (default: 4)")
     parser.add_argument("--repeats", type=int, default=5, help="(default: 5)")
     parser.add_argument("--aa", action="store_true", help="compare transformers' steps with themselves: the noise")

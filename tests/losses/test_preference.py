@@ -19,6 +19,7 @@ from tests.support import jobs, judged
 from tests.support.judged import lines
 from tests.support.pool import run_ranks
 from tests.support.preference_jobs import BYTES, dpo_arguments, validation_losses, write_pairs
+from tests.support.tiny_decoders import LLAMA
 from torchtitan.assembly.data import JobDatasets
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config import manager
@@ -36,6 +37,7 @@ from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.job import ResolvedJob
 from torchtitan.losses.preference import IPO, ORPO, Preference
 from torchtitan.losses.tasks import CHUNK_BYTES
+from torchtitan.models.llama.model import SPEC as LLAMA_SPEC
 from torchtitan.models.spec import MODELS
 from torchtitan.process.heartbeat import Progress
 from torchtitan.process.ranks import read_ranks
@@ -134,6 +136,47 @@ def pair_gradients(limit):
 def test_a_pair_in_chunks_of_tokens_with_the_vocabulary_split_over_ranks():
     expected, chunked = (run_ranks(2, pair_gradients, limit) for limit in (2**29, 3 * 4 * 4))
     torch.testing.assert_close(chunked, expected)
+
+
+def pair_batch(seed):
+    """Return four pairs of random prompts and answers: rows [8, S] of one document and padding, some without labels."""
+    generator = torch.Generator().manual_seed(seed)
+    draw = lambda low, high, *shape: torch.randint(low, high, shape, generator=generator)  # noqa: E731
+    lengths, index = draw(3, 24, 8, 1), torch.arange(24)
+    is_padding, labels = index >= lengths, draw(0, 64, 8, 24)
+    labels[is_padding | (index < (lengths * torch.rand(8, 1, generator=generator)).long())] = -100
+    labels[seed % 8 if seed % 2 else 8 :] = -100  # the pairs that fill a step up have none, or one of an answer's
+    positions = torch.where(is_padding, index - lengths, index)
+    batch = {"tokens": draw(0, 64, 8, 24), "labels": labels, "positions": positions, "document_ids": is_padding.long()}
+    return batch | {"reference": torch.randn(8, generator=generator, dtype=torch.float64)}
+
+
+@pytest.mark.parametrize("kind", [Preference, IPO, ORPO])
+@pytest.mark.parametrize("num_chunks", [1, 3])
+def test_padding_of_pairs_is_left_out(kind, num_chunks):
+    """Loss, gradients and rewards are those of all tokens, and of log-probabilities from all logits."""
+    model = LLAMA_SPEC.build(LLAMA["llama3"]).double()
+    initialize(model, 7, model.init_rule)
+    model.loss, computed = kind(num_chunks, beta=0.3), []
+    model.tok_embeddings.register_forward_pre_hook(lambda _, inputs: computed.append(inputs[0].numel()))
+    parameters = list(model.parameters())
+    for seed in range(6):
+        batch = {name: x for name, x in pair_batch(seed).items() if name in model.loss.targets or x.dim() > 1}
+        labels = batch["labels"]
+        logits = model(**{name: x for name, x in batch.items() if name not in model.loss.targets})
+        terms = logits.log_softmax(-1).gather(-1, labels.clamp(min=0)[..., None])[..., 0].where(labels != -100, 0)
+        log_probs, lengths = terms.sum(-1).view(-1, 2), (labels != -100).sum(-1).clamp(min=1).view(-1, 2)
+        is_pair = (labels != -100).any(-1).view(-1, 2).all(-1)
+        reference = batch.get("reference", torch.zeros(8)).view(-1, 2)
+        losses, gained = model.loss.losses(log_probs, reference, lengths)
+        expected, rewards = losses[is_pair].sum(), 0.3 * gained[is_pair].sum(0).detach()
+        gradients = torch.autograd.grad(expected, parameters)
+        for given in (batch, model.loss.join_documents(batch)):
+            loss = model(**given)
+            torch.testing.assert_close(loss, expected, rtol=1e-11, atol=1e-13)
+            torch.testing.assert_close(model.loss.take_sums()[:2].double(), rewards, rtol=1e-5, atol=1e-6)
+            torch.testing.assert_close(torch.autograd.grad(loss, parameters), gradients, rtol=1e-8, atol=1e-12)
+        assert computed[-2] == 192 and computed[-1] < 150
 
 
 # Records

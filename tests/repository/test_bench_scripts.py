@@ -163,10 +163,11 @@ def test_bench_finetuning():
 
 
 def test_bench_records():
-    for line, clock in zip(
-        run("scripts/bench_records.py", "--quick", "--only", "records")[3:], ("CPU", "wall"), strict=True
-    ):
-        assert line.startswith(f"records: transformers / torchtitan, {clock} time") and line.endswith(" s")
+    lines = run("scripts/bench_records.py", "--quick", "--only", "records", "pairs")[3:]
+    rows = [
+        f"{name}: transformers / torchtitan, {clock} time" for name in ("records", "pairs") for clock in ("CPU", "wall")
+    ]
+    assert all(line.startswith(row) and line.endswith(" s") for line, row in zip(lines, rows, strict=True))
 
 
 def test_learn_made_task():

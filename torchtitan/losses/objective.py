@@ -103,6 +103,33 @@ class Objective(nn.Module):
         """
         return batch
 
+    def _join_labelled(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor] | None:
+        """Return the tokens [1, T] of documents with a label, of a batch of tensors [B, S]; None where all are kept."""
+        documents = batch.get("document_ids")
+        if documents is None or not (self.may_leave_out(documents) and self.may_leave_out(batch["labels"])):
+            return None
+        if any(x.shape != documents.shape for x in batch.values()) or bool((documents.diff() < 0).any()):
+            return None  # a number that comes again would be another document here; kernels refuse it
+        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+        numbers = begins.flatten().cumsum(0) - 1  # of documents, [B S]
+        has_label = torch.zeros_like(numbers, dtype=torch.bool)
+        has_label[numbers[batch["labels"].flatten() != IGNORE_INDEX]] = True
+        chosen = choose(has_label[numbers], MULTIPLE)
+        if chosen is None:
+            return None
+        joined = {name: x.flatten()[chosen][None] for name, x in batch.items()}
+        return joined | {"document_ids": numbers[chosen][None]}
+
+    def may_leave_out(self, integers: torch.Tensor) -> bool:
+        """Return True if tokens may be left out by these integers, of any shape.
+
+        A subclass that overrides a part of the loss has to repeat `leaves_out`, as it may read all tokens.
+        """
+        declaring = next(cls for cls in type(self).__mro__ if "leaves_out" in vars(cls))
+        names = ("rows", "compute_loss", "forward")
+        is_declared = all(getattr(type(self), name) is getattr(declaring, name) for name in names)
+        return self.leaves_out and is_declared and _may_choose(integers)
+
     def compute_loss(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
         """Return the summed loss, a scalar, of one chunk: hidden states [n, ..., D] and the other tensors of `rows`.
 
@@ -151,38 +178,15 @@ class SummedCrossEntropy(Objective):
 
         Ranks that share the vocabulary exchange numbers of all tokens, as is predicted.
         """
-        if not self._may_leave_out(rows[-1]) or isinstance(getattr(head, "weight", None), DTensor):
+        if not self.may_leave_out(rows[-1]) or isinstance(getattr(head, "weight", None), DTensor):
             return rows
         hidden, labels = rows
-        chosen = _chosen(labels != IGNORE_INDEX)
+        chosen = choose(labels != IGNORE_INDEX)
         return rows if chosen is None else (hidden.index_select(0, chosen), labels[chosen])
 
     def join_documents(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Leave out documents without a label, such as padding: they have no part in the loss."""
-        documents = batch.get("document_ids")
-        if documents is None or not (self._may_leave_out(documents) and self._may_leave_out(batch["labels"])):
-            return batch
-        if any(x.shape != documents.shape for x in batch.values()) or bool((documents.diff() < 0).any()):
-            return batch  # a number that comes again would be another document here; kernels refuse it
-        begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
-        numbers = begins.flatten().cumsum(0) - 1  # of documents, [B S]
-        has_label = torch.zeros_like(numbers, dtype=torch.bool)
-        has_label[numbers[batch["labels"].flatten() != IGNORE_INDEX]] = True
-        chosen = _chosen(has_label[numbers], MULTIPLE)
-        if chosen is None:
-            return batch
-        joined = {name: x.flatten()[chosen][None] for name, x in batch.items()}
-        return joined | {"document_ids": numbers[chosen][None]}
-
-    def _may_leave_out(self, integers: torch.Tensor) -> bool:
-        """Return True if tokens may be left out by these integers, of any shape.
-
-        A subclass that overrides a part of the loss has to repeat `leaves_out`, as it may read all tokens.
-        """
-        declaring = next(cls for cls in type(self).__mro__ if "leaves_out" in vars(cls))
-        names = ("rows", "compute_loss", "forward")
-        is_declared = all(getattr(type(self), name) is getattr(declaring, name) for name in names)
-        return self.leaves_out and is_declared and _may_choose(integers)
+        return self._join_labelled(batch) or batch
 
     def compute_loss(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
         return summed_cross_entropy(head(hidden), *targets)
@@ -193,7 +197,7 @@ def _may_choose(integers: torch.Tensor) -> bool:
     return integers.device.type == "cpu" and not isinstance(integers, FakeTensor) and not torch.compiler.is_compiling()
 
 
-def _chosen(flags: torch.Tensor, multiple: int = 1) -> torch.Tensor | None:
+def choose(flags: torch.Tensor, multiple: int = 1) -> torch.Tensor | None:
     """Return the indices of flagged tokens, bool [N], with the first others that make their number a multiple.
 
     None means all: if those not flagged are few, or none is flagged.

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from torchtitan.losses.objective import IGNORE_INDEX, Batch, Objective, head_losses, in_recomputed_chunks
+from torchtitan.losses.objective import IGNORE_INDEX, Batch, Objective, choose, head_losses, in_recomputed_chunks
 
 
 class Preference(Objective):
@@ -29,6 +29,7 @@ class Preference(Objective):
     targets: tuple[str, ...] = ("labels", "reference")
     form: Literal["dpo", "ipo", "orpo"] = "dpo"
     measured = ("reward_chosen", "reward_rejected", "reward_accuracy", "reward_margin")
+    leaves_out = True
 
     def __init__(self, num_chunks: int = 1, beta: float = 0.1, label_smoothing: float = 0.0):
         super().__init__(num_chunks)
@@ -45,19 +46,39 @@ class Preference(Objective):
         labels[rows:] = IGNORE_INDEX
         return {**batch, "labels": labels}
 
+    def join_documents(self, batch: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+        """Leave out padding. Targets keep their shapes, and `places` [1, T] are the indices of the tokens in labels."""
+        labels = batch["labels"]
+        inputs = {name: x for name, x in batch.items() if name not in self.targets}
+        places = torch.arange(labels.numel()).view_as(labels)
+        joined = self._join_labelled(inputs | {"labels": labels, "places": places})
+        return batch if joined is None else joined | {name: batch[name] for name in self.targets if name in batch}
+
     def rows(self, hidden: torch.Tensor, batch: Batch) -> tuple[torch.Tensor, ...]:
-        """Return hidden states [P, 2, S, D], labels [P, 2, S] and reference log-probabilities [P, 2]."""
-        hidden, labels = (x.unflatten(0, (-1, 2)) for x in (hidden, batch["labels"]))
+        """Return hidden states [P, 2, S, D], labels [P, 2, S] and reference log-probabilities [P, 2].
+
+        Hidden states are 0 for tokens that `join_documents` has left out.
+        """
+        labels, width = batch["labels"], hidden.shape[-1]
+        if "places" in batch:
+            empty = hidden.new_zeros(labels.numel(), width)
+            hidden = empty.index_copy(0, batch["places"][0], hidden[0]).view(*labels.shape, width)
+        hidden, labels = (x.unflatten(0, (-1, 2)) for x in (hidden, labels))
         reference = batch["reference"] if "reference" in batch else labels.new_zeros(2 * len(labels))
         return hidden, labels, reference.unflatten(0, (-1, 2))
 
     def compute_loss(self, head: nn.Module, hidden: torch.Tensor, *targets: torch.Tensor) -> torch.Tensor:
         labels, reference = targets
         tokens = hidden.flatten(0, 2), labels.flatten()
+        chosen = choose(tokens[1] != IGNORE_INDEX) if self.may_leave_out(labels) else None
+        if chosen is not None:
+            tokens = tokens[0].index_select(0, chosen), tokens[1][chosen]
         # A chunk of one pair may still be too large. Compiled, forward and recomputation would save different tensors.
         keeps_pairs = self.num_chunks or torch.compiler.is_compiling()
         num_chunks = 1 if keeps_pairs else self.chunks_of(tokens[0])
         losses = in_recomputed_chunks(head_losses, head, num_chunks, *tokens)
+        if chosen is not None:
+            losses = losses.new_zeros(labels.numel()).index_copy(0, chosen, losses)
         losses = losses.view(labels.shape)
         log_probs = -losses.sum(-1)  # [P, 2]
         if self.asked is not None:
