@@ -2,14 +2,16 @@
 
 import json
 import re
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 
+from tests.support.checkpoint_folders import make_step
 from torchtitan import cli
 from torchtitan.config import manager
 from torchtitan.core.hardware import FOLDER, load_hardware
-from torchtitan.launcher.run_folder import RecordedPlan, record_start
+from torchtitan.launcher.run_folder import RecordedPlan, record_start, this_process
+from torchtitan.metrics.run_end import cause_of
 from torchtitan.planner.time.measured_runs import UNEXPLAINED, MeasuredRun, ModelledStep
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -201,7 +203,13 @@ def test_a_small_cause_is_not_what_bounds_a_run(tmp_path, capsys, saved, bound):
 @pytest.mark.parametrize(
     ("code", "reason", "remedy"),
     [
-        (4, "`torchtitan replay RUN --step 7` shows it", "torchtitan replay RUN --step N"),
+        (4, "`torchtitan replay RUN --step 8` shows it", "torchtitan replay RUN --step 8"),
+        (6, "hang: rank 1 is behind", "in the newest folder of RUN/hangs"),
+        (137, "rank 1 was ended by SIGKILL", "memory was used up"),
+        (139, "rank 1 was ended by SIGSEGV", "the stack that the rank has printed"),
+        (143, "", None),
+        (2**70, "of an odd file", None),
+        ("8", "of an odd file", None),
         (4, "the loss is 9, above 5 for 3 steps", None),
         (7, "a reason", "make room"),
         (8, "a reason", "torchtitan estimate"),
@@ -214,11 +222,56 @@ def test_the_answer_begins_with_the_end_and_what_to_do_about_it(tmp_path, capsys
     with (tmp_path / "metrics.jsonl").open("a") as file:
         file.write(json.dumps(end) + "\n")
     first, second, *_ = output_of(capsys, "why", tmp_path).splitlines()
-    assert f"a cause after step 7 (exit code {code})" in first and reason in first
+    assert re.search(rf"a cause after step 7 \(exit code {code}\)", first) and reason in first
     if remedy:
         assert second.startswith("first of all: ") and remedy in second.replace(str(tmp_path), "RUN")
     else:
         assert "recorded" in second
+
+
+def add_end(folder, step, code, reason=""):
+    end = {"step": step, "event": "end", "cause": cause_of(code), "reason": reason, "exit_code": code}
+    with (folder / "metrics.jsonl").open("a") as file:
+        file.write(json.dumps(end) + "\n")
+
+
+@pytest.mark.parametrize(
+    ("saved", "line"),
+    [
+        (None, "another start begins with step 1: there is no checkpoint"),
+        (12, "another start goes on from the checkpoint of step 12; 7 steps are made again"),
+        (19, "another start goes on from the checkpoint of step 19"),
+    ],
+)
+def test_where_another_start_goes_on(tmp_path, capsys, saved, line):
+    write_run(tmp_path, [*TENSOR_PARALLEL, "--checkpoint.enable"], 8)
+    if saved:
+        make_step(tmp_path / "checkpoint", saved)
+    add_end(tmp_path, 19, 137, "rank 3 was ended by SIGKILL")
+    first, second, third, *_ = output_of(capsys, "why", tmp_path).splitlines()
+    assert "killed by SIGKILL after step 19" in first and "rank 3" in first and "dmesg" in second and third == line
+
+
+def test_a_run_that_was_killed_with_its_launcher_is_told_by_its_lock(tmp_path, capsys):
+    write_run(tmp_path, [*TENSOR_PARALLEL, "--checkpoint.enable=false"], 8)
+    owner = replace(this_process(), started=1)
+    (tmp_path / "run.lock.1").write_text(json.dumps(asdict(owner)))
+    first, second, third, *_ = output_of(capsys, "why", tmp_path).splitlines()
+    assert "left no end after step 19: it was killed together with its launcher" in first and "recorded" in third
+    assert second == "another start begins with step 1: there is no checkpoint (checkpoint.enable)"
+    (tmp_path / "run.lock.1").write_text(json.dumps(asdict(this_process())))
+    first, second, *_ = output_of(capsys, "why", tmp_path).splitlines()
+    assert "still at work" in first and "recorded" in second
+
+
+def test_the_end_of_a_run_without_a_step_is_an_answer(tmp_path, capsys):
+    """Of memory that was used up in the first step, the end is all that there is."""
+    add_end(tmp_path, 0, 8, "can't allocate memory")
+    first, second, last = output_of(capsys, "why", tmp_path).splitlines()
+    assert "out of memory after step 0 (exit code 8)" in first and "torchtitan estimate" in second
+    assert last == "unknown: what bounds its speed, as it has logged no step"
+    record = json.loads(output_of(capsys, "why", tmp_path, "--json"))
+    assert record["lines"] == [first, second, last] and record["causes"] == [] and record["seconds"] == 0
 
 
 def test_a_save_in_every_step_is_not_called_no_step(tmp_path, capsys):

@@ -171,10 +171,10 @@ def test_a_lock_tells_a_run_at_work_from_one_that_was_killed(tmp_path):
     with hold_lock(tmp_path, this_process()):
         assert describe_run_end(tmp_path, records) == "still at work"
     with hold_lock(tmp_path, replace(this_process(), started=1)):
-        assert describe_run_end(tmp_path, records).startswith("left no end: it was killed together with its launcher")
+        assert describe_run_end(tmp_path, records).startswith("left no end")
 
 
 def test_a_run_that_never_logged_a_step_says_why(tmp_path):
     record_end(write(tmp_path / "run"), RunEnd(2, reason="no such file"))
     with pytest.raises(JobError, match="no logged step with a loss, and it ended: no such file; give"):
-        why.main([str(tmp_path / "run")])
+        report.plot([str(tmp_path / "run")])

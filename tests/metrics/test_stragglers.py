@@ -161,6 +161,16 @@ def test_a_rank_that_is_stopped_in_many_steps_is_named_afterwards(world_size, st
     assert waited <= cause.share == cause.gain < 1.5 * waited  # the whole step is taken to be as slow as its forward
 
 
+def test_a_rank_that_was_stopped_late_is_named_afterwards():
+    """As a run was recorded here: 20 slow windows of rank 1 behind many in which either rank is a little slower."""
+    torch.manual_seed(0)
+    seconds = torch.normal(1.0, 0.2, (200, 2))
+    seconds[-21:-8, 1] += 8
+    seconds[-7:, 1] += 8
+    ((name, share),) = [(cause.name, cause.share) for cause in why.slow_ranks_of(rows_of(seconds), 1.0)]
+    assert "for rank 1, the slowest in" in name and 0.1 < share < 0.4
+
+
 @pytest.mark.parametrize("world_size", [2, 8, 64])
 @pytest.mark.parametrize("kind", NOISE)
 def test_noise_names_nobody_afterwards(kind, world_size):

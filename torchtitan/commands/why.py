@@ -10,8 +10,10 @@ listed as unknown.
 import dataclasses
 import json
 import math
+import re
+import signal
 import statistics
-from collections import Counter
+from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
@@ -26,8 +28,9 @@ from torchtitan.config.options import ConfigError
 from torchtitan.config.sections.run import Profiling
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Hardware, load_hardware
+from torchtitan.core.machine_errors import MachineError
 from torchtitan.core.progress_bar import waiting
-from torchtitan.launcher.run_folder import JOB_FILE, describe_run_end
+from torchtitan.launcher.run_folder import JOB_FILE, describe_run_end, is_held, newest_step
 from torchtitan.metrics.console import duration
 from torchtitan.metrics.curves import read_run
 from torchtitan.metrics.goodput import CAUSES, MARGIN, SHORTEST_ADVISED_SECONDS, best_save_interval
@@ -47,19 +50,23 @@ ONCE = ("compile", "start", "end")
 """Causes (metrics/goodput.py) of time that does not grow with the steps of a start, so that no change comes first."""
 FEW = 8
 """Fewest windows of steps to compare the times of."""
+KILLED = 128 + signal.SIGKILL
 AFTER_ENDS = {
     exit_codes.CRASHED: "look at the traceback in the log of the rank that failed first",
     exit_codes.REFUSED: "remove the fault that the reason names",
     exit_codes.NOT_LOADED: "see what the reason says about the checkpoint or its storage",
-    exit_codes.NON_FINITE: "`torchtitan replay {run} --step N` of the step that the reason names shows its origin",
+    exit_codes.NON_FINITE: "`torchtitan replay {run} --step {step}` shows its origin",
     exit_codes.CRASH_LOOP: "remove the reason of the restarts, in the log of the rank that failed first",
-    exit_codes.HUNG: "look at the stacks of the ranks in the log",
+    exit_codes.HUNG: "see what the rank that the reason names was doing, in the newest folder of {run}/hangs",
     exit_codes.NOT_SAVED: "make room, or repair the storage that the reason names, and start the run again",
     exit_codes.OUT_OF_MEMORY: "`torchtitan estimate --job.config_file {run}/config.toml` lists changes that fit",
     exit_codes.DIFFERING: "test the memory of the machine of the rank that the reason names",
     exit_codes.NOT_EXPORTED: "see what the reason says; `torchtitan export {run}` repeats the export",
+    KILLED: "if nobody has killed it, memory was used up: see `dmesg`, and the container's or SLURM's limit",
 }
 """Exit code of a run that failed -> what to do first."""
+BY_SIGNAL = "look at the stack that the rank has printed in the log, and in `dmesg`"
+"""What to do first after other signals that end a rank, such as SIGSEGV and SIGBUS."""
 
 
 @dataclass(frozen=True)
@@ -89,7 +96,7 @@ class Account:
     @property
     def training(self) -> float:
         """The share of training."""
-        return self.seconds.get("train", 0.0) / self.total
+        return self.seconds.get("train", 0.0) / (self.total or 1.0)
 
     def lines(self, run: Path, step: ModelledStep | None, reason: str) -> Iterator[str]:
         """Yield the answer. `reason`: why there is no model of a step, see `model_of`."""
@@ -234,7 +241,7 @@ class Account:
         if accounts and self.records[-1].get("event") != "goodput":
             yield f"the time after step {accounts[-1]}: the run logs its account of time at every save and at its end"
         if not accounts:
-            yield "starts, saves and restarts: the run has neither saved nor ended, and logs its account of time then"
+            yield "starts, saves and restarts: they are logged at every save and at the end of training, and none came"
         if self.config is None:
             yield f"the options of the job: no {JOB_FILE} that can be read"
 
@@ -242,21 +249,22 @@ class Account:
 def main(argv: list[str]) -> int:
     options, _ = parse_command("why", argv)
     hardware = load_hardware(options.gpu) if options.gpu else None
-    records = read_run(options.run)
+    records = read_run(options.run, or_ended=True)
     config = job_of_file(options.run / JOB_FILE)
-    all_records, end, records = records, describe_run_end(options.run, records), without_ends(records)
-    head = [f"{options.run}: {end}"] * bool(end)
-    head += list(end_advice(options.run, end_of(all_records)))
+    end, head = end_of(records), list(end_lines(options.run, records, config))
     if head and not options.json:
-        print("\n".join(head))
+        print("\n".join(head), flush=True)
+    records = without_ends(records)
     account = Account(account_of(records), records, config)
-    if not account.total:
+    if not account.total and end is None:
         remedy = "let it log a few steps"
         raise JobError(f"{options.run}: no account of its time and no times of steps in its metrics; {remedy}")
-    step, reason = model_of(options.run, records, hardware)
-    lines = list(account.lines(options.run, step, reason))
-    if options.json:
+    lines, causes = ["unknown: what bounds its speed, as it has logged no step"], []
+    if account.total:
+        step, reason = model_of(options.run, records, hardware)
+        lines = list(account.lines(options.run, step, reason))
         causes = sorted(account.causes(step is not None), key=lambda cause: -cause.gain)
+    if options.json:
         shown = {"causes": [dataclasses.asdict(cause) for cause in causes], "lines": head + lines}
         share = {"seconds": account.total, "training_share": account.training}
         print(json.dumps({"run": str(options.run), "exit_code": 0} | share | shown, indent=1))
@@ -265,13 +273,45 @@ def main(argv: list[str]) -> int:
     return 0
 
 
-def end_advice(run: Path, end: Record | None) -> Iterator[str]:
-    """Yield what to do about the end of a run; nothing if it ended well or its end is not known."""
-    remedy = AFTER_ENDS.get(end["exit_code"]) if end and is_finite(end.get("exit_code")) else None
-    if end and remedy == AFTER_ENDS[exit_codes.NON_FINITE] and "replay" not in str(end.get("reason")):
-        remedy = None  # the loss is finite, or no step is to blame
-    if remedy is not None:
-        yield f"first of all: {remedy.format(run=run)}; the rest of this answer is about its speed until then"
+def end_lines(run: Path, records: list[Record], config: JobConfig | None) -> Iterator[str]:
+    """Yield how the last start of a run ended, what to do about it, and where another start goes on."""
+    described, end = describe_run_end(run, records), end_of(records)
+    if not described:
+        return
+    yield f"{run}: {described}"
+    is_locked = is_held(run) if run.is_dir() else None
+    if is_locked or (is_locked is None and not (end and end.get("exit_code"))):
+        return  # at work, or ended well
+    if is_locked is None and end and (remedy := remedy_of(run, end)):
+        yield f"first of all: {remedy}"
+    if config is not None:
+        yield resume_line(run, config, max(record["step"] for record in records))
+
+
+def remedy_of(run: Path, end: Record) -> str:
+    """Return what to do about the end of a run that failed; "" if its reason says that, or it was stopped."""
+    code, reason = end.get("exit_code"), str(end.get("reason"))
+    is_killed = isinstance(code, int) and 128 < code <= 128 + signal.NSIG and code not in exit_codes.STOPPED
+    bad_step = re.search(r"--step ([0-9]+)", reason)
+    if code == exit_codes.NON_FINITE and bad_step is None:
+        return ""  # the loss is finite, or no step is to blame
+    remedy = AFTER_ENDS.get(code, "") if isinstance(code, int) else ""
+    return (remedy or BY_SIGNAL * is_killed).format(run=run, step=bad_step and bad_step[1])
+
+
+def resume_line(run: Path, config: JobConfig, reached: int) -> str:
+    """Return where another start of a run goes on that has reached a step."""
+    options = config.checkpoint
+    try:
+        saved = newest_step(run / options.folder) if options.enable else -1
+    except MachineError as error:
+        return f"unknown: where another start goes on: {error}"
+    if saved <= 0:
+        return (
+            f"another start begins with step 1: there is no checkpoint{' (checkpoint.enable)' * (not options.enable)}"
+        )
+    repeated = f"; {reached - saved} steps are made again" if reached > saved else ""
+    return f"another start goes on from the checkpoint of step {saved}{repeated}"
 
 
 def job_of_file(path: Path) -> JobConfig | None:
@@ -387,18 +427,24 @@ def mostly_slow_rank(rows: list[Record]) -> tuple[int, int, int, float] | None:
     """Return the rank that is the slow one too often for chance, its number of windows, all with a slow rank, and the
     share of the steps for which others wait for it.
 
-    By chance, as for longer samples, a rank is the slowest in half of the windows at most; four standard deviations
-    more are required.
+    By chance, as for longer samples, a rank is the slowest in half of the windows at most, and for it are half of the
+    seconds that ranks wait for one another. Four standard deviations more are required.
     """
     timed = [row for row in rows if is_finite(row.get("slowest_ratio")) and is_finite(row.get("slowest_rank"))]
     slow = [row for row in timed if row["slowest_ratio"] > MARGIN]
     if not slow:
         return None
-    (number, count), *_ = Counter(row["slowest_rank"] for row in slow).most_common(1)
-    if count < len(slow) / 2 + 2 * math.sqrt(len(slow)):
+    waits: defaultdict[float, float] = defaultdict(float)
+    squares = 0.0
+    for row in slow:
+        waited = row["step_seconds"] * (1 - 1 / row["slowest_ratio"])
+        waits[row["slowest_rank"]] += waited
+        squares += waited**2
+    number = max(waits, key=lambda rank: waits[rank])
+    if waits[number] < sum(waits.values()) / 2 + 2 * math.sqrt(squares):
         return None
-    waits = sum(row["step_seconds"] * (1 - 1 / row["slowest_ratio"]) for row in slow if row["slowest_rank"] == number)
-    return number, count, len(slow), waits / sum(row["step_seconds"] for row in timed)
+    count = sum(row["slowest_rank"] == number for row in slow)
+    return int(number), count, len(slow), waits[number] / sum(row["step_seconds"] for row in timed)
 
 
 def look_inside(options: Profiling | None) -> str:

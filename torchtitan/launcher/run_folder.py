@@ -401,7 +401,8 @@ def describe_run_end(folder: Path, records: Sequence[Record]) -> str:
     if held:
         return "still at work"
     if held is False:
-        return "left no end: it was killed together with its launcher, or its machine failed"
+        reached = f" after step {records[-1]['step']}" if records else ""
+        return f"left no end{reached}: it was killed together with its launcher, or its machine failed"
     end = end_of(records)
     return describe_end(end) if end else ""
 

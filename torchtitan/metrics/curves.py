@@ -180,10 +180,13 @@ def read_thinned(
 
 
 def read_run(
-    path: Path, keys: Sequence[str] = (), prepare: Callable[[Record], Iterable[Record]] = lambda record: (record,)
+    path: Path,
+    keys: Sequence[str] = (),
+    prepare: Callable[[Record], Iterable[Record]] = lambda record: (record,),
+    or_ended: bool = False,
 ) -> list[Record]:
     """Return the records of a run as `read_thinned`, from its folder or its metrics.jsonl. Raises JobError if none has
-    a loss.
+    a loss; with `or_ended` an end is enough.
     """
     path = path / METRICS if path.is_dir() else path
     try:
@@ -192,8 +195,8 @@ def read_run(
         remedy = f"give the dump_folder of a run that has logged, or its {METRICS}"
         reason = error.reason if isinstance(error, FileError) else f"cannot be read ({error.strerror})"
         raise JobError(f"{path}: {reason}; {remedy}") from None
-    if not any(is_finite(record.get("loss")) for record in records):
-        ends = [record.get("reason") or record.get("cause") for record in records if record.get("event") == END]
+    ends = [record.get("reason") or record.get("cause") for record in records if record.get("event") == END]
+    if not any(is_finite(record.get("loss")) for record in records) and not (or_ended and ends):
         fault = "no logged step with a loss" + (f", and it ended: {ends[-1]}" if ends else "")
         raise JobError(f"{path}: {fault}; give the dump_folder of a run, or try again after its first step")
     return records
