@@ -91,6 +91,20 @@ def test_the_save_that_a_run_goes_on_from_is_counted(background, failed, clock, 
     assert second.seconds["redone"] == (10 if in_vain else 6 if failed else 0)
 
 
+@pytest.mark.parametrize("copied_after, seconds", [(0, 9), (86400, 2)])
+def test_a_copied_checkpoint_was_not_saved_for_days(copied_after, seconds, clock, tmp_path):
+    """Files of a copy are of its time, and the folder of its end."""
+    first = Goodput(clock=clock, wall=lambda: 1000.0)
+    state = first.state_dict()
+    (tmp_path / "state.json").touch()
+    os.utime(tmp_path / "state.json", (0, 1007.0 + copied_after))
+    os.utime(tmp_path, (0, 1009.0 + copied_after))
+    second = Goodput(clock=clock)
+    second.load_state_dict(state)
+    reporting.record_start([], False, None, Mock(), second, 1, tmp_path)
+    assert (second.seconds["save"], second.saves) == (seconds, 1)
+
+
 def test_a_way_back_makes_all_since_the_save_done_again(clock):
     goodput = Goodput(clock=clock)
     clock.spend(goodput, "train", 30)

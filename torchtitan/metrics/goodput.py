@@ -34,6 +34,8 @@ GPU_HOURS_PER_FAILURE = 50_000.0
 
 MARGIN = 1.1
 """A rank is slow in some steps if it takes more than this many times the median of its peers."""
+LONGEST_SAVE_SECONDS = 3600.0
+"""A first file that is later by more than this was not written by the save."""
 SHORTEST_ADVISED_SECONDS = 3600.0
 """Minimum length of a run for advice on the checkpoint interval."""
 
@@ -97,12 +99,15 @@ class Goodput:
             self.seconds = saved
             self.failed(since)
 
-    def saved(self, published: float) -> None:
-        """Count the save of the loaded checkpoint, which was `published` at this time of the wall clock.
+    def saved(self, first_file: float, published: float) -> None:
+        """Count the save of the loaded checkpoint: its first file is of `first_file`, and it was `published` at this
+        time of the wall clock.
 
-        Its state was recorded before that save, so it cannot contain the save's time."""
+        Its state was recorded before that save, so it cannot contain the save's time. A copied folder is of the time of
+        its copy."""
         if self.loaded_at is not None:
-            self.seconds["save"] += max(0.0, published - self.loaded_at)
+            is_copied = first_file - self.loaded_at > LONGEST_SAVE_SECONDS
+            self.seconds["save"] += max(0.0, published - (first_file if is_copied else self.loaded_at))
             self.saves += 1
 
     def failed(self, redone_seconds: float) -> None:

@@ -155,8 +155,8 @@ def record_start(
     if tags:
         metrics.record_event(step, "tags", {"tags": ", ".join(tags)})
     saved_at = None if loaded_from is None else loaded_from.stat().st_mtime
-    if saved_at is not None and (not saves_in_background or not restart):
-        goodput.saved(saved_at)
+    if loaded_from is not None and saved_at is not None and (not saves_in_background or not restart):
+        goodput.saved(min((file.stat().st_mtime for file in loaded_from.iterdir()), default=saved_at), saved_at)
     elif saved_at is not None:
         saved_at = goodput.loaded_at or saved_at
     if restart is None:
