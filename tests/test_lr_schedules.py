@@ -8,7 +8,7 @@ import pytest
 import torch
 import transformers
 
-from torchtitan.lr_schedules import DECAYS, LRSchedule, ScheduleError, resolve_warmup
+from torchtitan.lr_schedules import DECAYS, LRSchedule, ScheduleError, jagged, resolve_warmup
 from torchtitan.lr_scheduling import build_lr_schedulers
 
 PEAK = 8e-4
@@ -264,3 +264,19 @@ def test_a_rate_for_one_step_keeps_the_groups_ratios_to_the_rate_of_the_job():
             o.step()
         schedulers.step()
         assert schedulers.last_lr == pytest.approx(2 * before)
+
+
+@pytest.mark.parametrize("adjust", [0, 7])
+def test_a_jagged_cosine_drops_to_zero_at_each_restart_and_rises_linearly(adjust):
+    """Also at the first one; before it, and between rises, it is the cosine from the end of the warmup on."""
+    total, warmup, cycle, rewarmup, floor = 60, 5, 20, 4, 0.1
+
+    def cosine(step):
+        return floor + (1 - floor) * (1 + math.cos(math.pi * (step - warmup) / (total - warmup))) / 2
+
+    rates = {c + adjust: jagged(c, total, warmup, cycle, rewarmup, floor, adjust) for c in range(warmup, 50)}
+    for step, rate in rates.items():
+        restart, since = divmod(step, cycle)
+        risen = since / rewarmup if restart and since < rewarmup else 1.0
+        assert rate == pytest.approx(risen * cosine(step if risen == 1 else restart * cycle + rewarmup))
+    assert rates[20] == rates[40] == 0 and rates[19] > 0.8
