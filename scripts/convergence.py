@@ -25,6 +25,7 @@ from matplotlib.figure import Figure
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 
+from torchtitan.commands.command_parser import whole_number  # noqa: E402
 from torchtitan.config import manager  # noqa: E402
 from torchtitan.metrics.curves import smoothed  # noqa: E402
 from torchtitan.metrics.json_lines import METRICS, read_records  # noqa: E402
@@ -189,8 +190,8 @@ def parsed_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=RUNS, default=list(RUNS), metavar="NAME", help=", ".join(RUNS))
     parser.add_argument("--precision", nargs="+", choices=("float32", "bfloat16"), default=["float32", "bfloat16"])
-    parser.add_argument("--steps", type=int, default=2000)
-    parser.add_argument("--at-once", type=int, default=2, help="runs at the same time (2)")
+    parser.add_argument("--steps", type=whole_number(1), default=2000)
+    parser.add_argument("--at-once", type=whole_number(1), default=2, help="runs at the same time (2)")
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs/convergence")
     parser.add_argument("--write", action="store_true", help="write the page and its picture from the finished runs")
     parser.add_argument("--limit", type=float, help="exit with 1 if a loss differs by more from one device's")
@@ -211,8 +212,9 @@ def largest_gap(curves: dict[str, Curve]) -> float:
 def main() -> int:
     options = parsed_arguments()
     root = options.folder.resolve()
+    chosen = {ONE, *options.only}  # the others are held against one device
     names = {
-        precision: [name for name in RUNS if name in options.only and (precision == "float32" or name in IN_BFLOAT16)]
+        precision: [name for name in RUNS if name in chosen and (precision == "float32" or name in IN_BFLOAT16)]
         for precision in options.precision
     }
     folders = {(name, precision): folder_of(root, precision, name) for precision in names for name in names[precision]}

@@ -121,10 +121,14 @@ def main() -> int:
         print(*problems, sep="\n", file=sys.stderr)
         return 2
     shutil.rmtree(ROOT / "dist", ignore_errors=True)
-    wheel, sdist = build(ROOT / "dist")
-    with tempfile.TemporaryDirectory(prefix="torchtitan-release-") as name:
-        work = Path(name)
-        try_wheel(wheel, try_sdist(sdist, work), work)
+    try:
+        wheel, sdist = build(ROOT / "dist")
+        with tempfile.TemporaryDirectory(prefix="torchtitan-release-") as name:
+            work = Path(name)
+            try_wheel(wheel, try_sdist(sdist, work), work)
+    except subprocess.CalledProcessError as error:
+        print(f"no release: the last command above ended with exit code {error.returncode}", file=sys.stderr)
+        return 1
     if arguments.tag:
         run("git", "tag", "-a", f"v{version()}", "-m", f"torchtitan-toml {version()}", cwd=ROOT)
         print(f"tagged v{version()}; push it with: git push origin v{version()}")

@@ -139,14 +139,14 @@ def _manifest() -> CommandParser:
     parser.add_argument("--volume", action="append", default=[], metavar="CLAIM:PATH", help=volume)
     grace = "seconds from a stop to the end (default: for a step and a save, by the size of the model)"
     parser.add_argument("--grace", type=whole_number(1), metavar="S", help=grace)
-    for name, default, description in (
-        ("image", "", "container image, see the Dockerfile"),
-        ("name", "", "name of the job (default: by its dump_folder)"),
-        ("time", "24:00:00", "slurm: time limit (default 24:00:00)"),
-        ("shm", "16Gi", "k8s: shared memory of a pod (default 16Gi)"),
-        ("queue", "", "k8s: queue of Kueue, which admits all pods at once"),
+    for name, description in (
+        ("image", "container image, see the Dockerfile"),
+        ("name", "name of the job (default: by its dump_folder)"),
+        ("time", "slurm: time limit (default 24:00:00)"),
+        ("shm", "k8s: shared memory of a pod (default 16Gi)"),
+        ("queue", "k8s: queue of Kueue, which admits all pods at once"),
     ):
-        parser.add_argument(f"--{name}", default=default, metavar=name.upper(), help=description)
+        parser.add_argument(f"--{name}", metavar=name.upper(), help=description)
     return parser
 
 

@@ -30,6 +30,23 @@ FATAL.append(exit.OUT_OF_MEMORY)
 RETRIES = 3
 """Times that all pods may be started again after other codes than FATAL, beside preemption, which does not count."""
 JOB_FOLDER, JOB_FILE, PORT, USER = "/job", "job.toml", 29500, 1000
+SHARED_MEMORY = "/dev/shm"
+DEFAULTS = {"time": "24:00:00", "shm": "16Gi", "queue": ""}
+FORMS = {
+    "time": (
+        r"\d+(:\d\d?){0,2}|\d+-\d\d?(:\d\d?){0,2}|UNLIMITED",
+        "a time limit of SLURM, such as 24:00:00 or 2-00:00:00",
+    ),
+    "shm": (r"[1-9]\d*(\.\d+)?([KMGT]i|[kMGT])?", "a quantity of Kubernetes, such as 16Gi"),
+    "queue": (
+        r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?",
+        "at most 63 of a-z, 0-9, - and ., first and last a letter or digit",
+    ),
+    "image": (r"[^\s-]\S*", "the name of an image, without spaces"),
+}
+"""Option -> regex of its values, and what it allows."""
+ONLY_FOR = {"time": "slurm", "shm": "k8s", "queue": "k8s"}
+"""Options that one scheduler has and the other would ignore."""
 CHECKPOINT_BYTES = 12
 """Bytes of a parameter in a checkpoint: float32 weights and two moments."""
 DISK_BYTES = 1e9
@@ -49,6 +66,8 @@ def main(argv: list[str]) -> int:
     ranks = options.nodes * options.gpus
     facts = load_valid(job_args, ranks, "cuda", _is_judged_here, without_resume)
     _require_names_and_paths(options)
+    for name, value in DEFAULTS.items():
+        setattr(options, name, getattr(options, name) or value)
     if options.scheduler == "slurm":
         print(batch_script(facts, options, job_args), end="")
         return 0
@@ -122,15 +141,30 @@ def _require_names_and_paths(options: argparse.Namespace) -> None:
     name, allowed = r"[a-z]([-a-z0-9]{0,48}[a-z0-9])?", "at most 50 of a-z, 0-9 and -, first a letter, last no -"
     if options.scheduler == "slurm":
         name, allowed = r"[\w.-]+", "letters, digits, _, - and ."
-    if options.name and not re.fullmatch(name, options.name):
+    if options.name is not None and not re.fullmatch(name, options.name):
         raise JobError(f"--name: given {options.name!r}; allowed: {allowed}")
-    if not re.fullmatch(r"[0-9:-]+|UNLIMITED", options.time):
-        raise JobError(
-            f"--time: given {options.time!r}; allowed: a time limit of SLURM, such as 24:00:00 or 2-00:00:00"
-        )
-    for volume in options.volume:
+    for option, (form, values) in FORMS.items():
+        value = getattr(options, option)
+        if value is not None and not re.fullmatch(form, value):
+            raise JobError(f"--{option}: given {value!r}; allowed: {values}")
+        if value is not None and ONLY_FOR.get(option, options.scheduler) != options.scheduler:
+            raise JobError(f"--{option}: allowed: with --for {ONLY_FOR[option]}")
+    _require_separate_mounts(options.volume)
+    if options.volume and options.scheduler == "slurm" and not options.image:
+        raise JobError("--volume: allowed: with --image, whose container gets it; without one all paths are there")
+
+
+def _require_separate_mounts(volumes: list[str]) -> None:
+    """Raise JobError for a volume that is none, or at the path of another mount."""
+    taken = {PurePosixPath(path) for path in ("/", JOB_FOLDER, SHARED_MEMORY)}
+    for volume in volumes:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?:/[^,:\s]*", volume):
             raise JobError(f"--volume: given {volume!r}; allowed: CLAIM:PATH, a claim's name and an absolute path")
+        path = PurePosixPath(volume.partition(":")[2])
+        if path in taken or ".." in path.parts:
+            mounted = ", ".join(sorted(map(str, taken)))
+            raise JobError(f"--volume: given {volume!r}; allowed: a path of its own without .., not {mounted}")
+        taken.add(path)
 
 
 def _require_pods_have_all(facts: Facts, options: argparse.Namespace) -> None:
@@ -197,7 +231,7 @@ def _pod(facts: Facts, options: argparse.Namespace, name: str) -> dict[str, Any]
         "resources": {"limits": {"nvidia.com/gpu": options.gpus}},
         "volumeMounts": [
             {"name": "job", "mountPath": JOB_FOLDER, "readOnly": True},
-            {"name": "shared-memory", "mountPath": "/dev/shm"},
+            {"name": "shared-memory", "mountPath": SHARED_MEMORY},
             *({"name": f"volume-{number}", "mountPath": path} for number, (_, path) in enumerate(claims)),
         ],
     }
