@@ -16,6 +16,7 @@ STEPS = 4
 SIZES = "{dim=32, n_layers=4, n_heads=4, n_kv_heads=2, multiple_of=16, tied_embeddings=true}"
 SMALL = (f"--model.overrides={SIZES}", "--training.seq_len=32", "--lr_scheduler.warmup_steps=1")
 NAMES = ("one device", "transformers' Trainer", "TP 2, sequence parallel", "PP 2, 1F1B")
+"""The first is trained without being asked for, as the others are held against it."""
 LIMIT = "5e-5"
 """Of float32 after four steps at the full learning rate, which differ by 1e-6."""
 
@@ -23,7 +24,7 @@ LIMIT = "5e-5"
 def compare(folder):
     job = [*SMALL, "--validation.samples=8", "--validation.local_batch_size=4"]
     options = ["--precision", "float32", "--steps", STEPS, "--folder", folder, "--limit", LIMIT]
-    return run_script(ROOT, ROOT / "scripts/convergence.py", "--only", *NAMES, *map(str, options), "--", *job)
+    return run_script(ROOT, ROOT / "scripts/convergence.py", "--only", *NAMES[1:], *map(str, options), "--", *job)
 
 
 @pytest.fixture(scope="module")
