@@ -47,6 +47,8 @@ def _dispatch(argv: list[str]) -> int:
         print(USAGE)
         return 0 if argv else REFUSED
     if argv[0] == "--version":
+        if len(argv) > 1:
+            raise JobError(f"torchtitan --version: one argument too many: {argv[1]}")
         print(distributions.describe_versions())
         return 0
     if problem := distributions.describe_overwritten():

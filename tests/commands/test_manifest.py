@@ -151,6 +151,10 @@ def test_the_folder_of_the_submission_is_mounted_beside_the_volumes(capsys):
         (["llama3_8b", "--for=slurm", "--shm=1Gi"], "--shm: allowed: with --for k8s"),
         (["llama3_8b", "--for=slurm", "--queue=team"], "--queue: allowed: with --for k8s"),
         (["llama3_8b", "--for=slurm", "--volume=x:/data"], "--volume: allowed: with --image"),
+        (
+            ["llama3_8b", *POD, VOLUME[0], "--job.dump_folder=/data/../x"],
+            "job.dump_folder: given /x; allowed: a folder",
+        ),
         (["llama3_8b", *POD, *VOLUME, "--volume=b:/data/"], "--volume: given 'b:/data/'; allowed: a path of its own"),
         (["llama3_8b", *POD, *VOLUME, "--volume=b:/dev/shm"], "--volume: given 'b:/dev/shm'; allowed: a path of its"),
     ],
@@ -173,6 +177,7 @@ def test_the_folder_of_the_submission_is_mounted_beside_the_volumes(capsys):
         "memory of a machine",
         "queue of a machine",
         "volume without a container",
+        "folder outside of the volume",
         "two volumes at a path",
         "volume at a path of the pod",
     ],

@@ -60,4 +60,5 @@ def test_the_command_runs_this_package_where_python_would_import_the_other(pytor
 def test_the_version_names_this_distribution(capsys):
     assert cli.main(["--version"]) == 0
     line = capsys.readouterr().out
+    assert cli.main(["--version", "all"]) == 2 and "one argument too many: all" in capsys.readouterr().err
     assert line.startswith(f"{distributions.NAME} ") and "(not PyTorch's torchtitan), torch " in line

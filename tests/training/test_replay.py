@@ -138,10 +138,14 @@ def test_weights_and_gradients_that_are_not_finite(run, monkeypatch):
     [
         (["none", "--step=1"], "none: no config.toml in it; give the dump_folder of a run"),
         (["run", "--step=6"], "--step: given 6; allowed: 1 to 5, the steps of the job after its start"),
+        (["run", f"--step={10**15}"], f"--step: given {10**15}; allowed: 1 to 5, the steps of the job after its start"),
+        (["run", "--step=1", "--under=tp=2", "--rank=0"], "--rank: allowed: without --under"),
+        (["run", "--step=1", "--under=tp=2", "--samples=3"], "--samples: allowed: without --under"),
+        (["run", "--step=1", "--timeout=9"], "--timeout: allowed: with --under"),
         (["run", "--step=0"], "--step: given '0'; allowed: a whole number >= 1"),
         (["run"], "the following arguments are required: --step"),
     ],
-    ids=["no-run", "too-late", "zero", "no-step"],
+    ids=["no-run", "too-late", "far-too-late", "rank-under", "samples-under", "time-alone", "zero", "no-step"],
 )
 def test_bad_arguments_are_a_line(arguments, message, run, monkeypatch, capsys):
     monkeypatch.chdir(run.parent)

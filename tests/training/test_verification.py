@@ -187,6 +187,28 @@ def test_changed_data_are_noticed(finished, tmp_path, capsys):
     assert code == 1 and "NOT verified" in out
 
 
+def test_checkpoints_that_are_cut_off_or_missing_are_noticed(changed, capsys):
+    """The steps are then made from earlier ones, and follow from these: the end of the run does not."""
+    path = changed / "checkpoint/step-00000005/__0_0.distcp"
+    path.write_bytes(path.read_bytes()[:1000])
+    code, out = verify(capsys, changed, "--steps=1")
+    assert code == 1 and "step-00000005 is incomplete: __0_0.distcp" in out and "1 logged step equal bit for bit" in out
+    shutil.rmtree(path.parent)
+    code, out = verify(capsys, changed, "--steps=1")
+    assert code == 1 and "step-00000005, which the run saved last by its last_checkpoint, is missing\n" in out
+    (changed / "last_checkpoint").unlink()
+    code, out = verify(capsys, changed, "--steps=1")
+    assert code == 0 and out.endswith("\nverified, by the records alone: the run has no checkpoint after these steps\n")
+
+
+def test_a_record_far_after_the_end_is_answered_at_once(changed, capsys):
+    """The steps up to it are not counted one by one."""
+    with open(changed / "metrics.jsonl", "a") as file:
+        file.write(json.dumps({"step": 10**15, "loss": 1.0}) + "\n")
+    code, out = verify(capsys, changed, "--steps=1")
+    assert code == 1 and f"--step: given {10**15}; allowed: 1 to 5" in out
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -484,14 +484,15 @@ def _replay() -> CommandParser:
     under = "make the step on gloo ranks under this plan, as tp=2,pp=2, and hold it against one device"
     parser.add_argument("--under", type=plan_degrees, metavar="PLAN", help=under)
     _add_timeout(parser, "time limit of --under for each of the two steps")
+    parser.set_defaults(timeout=None)
     parser.add_argument("--step", type=whole_number(1), required=True, metavar="N", help="step, counted from 1")
     parser.add_argument(
         "--rank", type=whole_number(0), metavar="R", help="show only the samples of this rank of the run"
     )
     samples = "samples to print as text, highest losses first (default 3)"
-    parser.add_argument("--samples", type=whole_number(0), default=3, metavar="N", help=samples)
+    parser.add_argument("--samples", type=whole_number(0), metavar="N", help=samples)
     tokens = "tokens of each printed sample (default 200)"
-    parser.add_argument("--tokens", type=whole_number(1), default=200, metavar="N", help=tokens)
+    parser.add_argument("--tokens", type=whole_number(1), metavar="N", help=tokens)
     return parser
 
 

@@ -11,6 +11,7 @@ import math
 import re
 import shlex
 from pathlib import PurePosixPath
+from posixpath import normpath
 from typing import Any
 
 import yaml
@@ -156,21 +157,21 @@ def _require_names_and_paths(options: argparse.Namespace) -> None:
 
 def _require_separate_mounts(volumes: list[str]) -> None:
     """Raise JobError for a volume that is none, or at the path of another mount."""
-    taken = {PurePosixPath(path) for path in ("/", JOB_FOLDER, SHARED_MEMORY)}
+    used = {PurePosixPath(path) for path in ("/", JOB_FOLDER, SHARED_MEMORY)}
     for volume in volumes:
         if not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?:/[^,:\s]*", volume):
             raise JobError(f"--volume: given {volume!r}; allowed: CLAIM:PATH, a claim's name and an absolute path")
         path = PurePosixPath(volume.partition(":")[2])
-        if path in taken or ".." in path.parts:
-            mounted = ", ".join(sorted(map(str, taken)))
+        if path in used or ".." in path.parts:
+            mounted = ", ".join(sorted(map(str, used)))
             raise JobError(f"--volume: given {volume!r}; allowed: a path of its own without .., not {mounted}")
-        taken.add(path)
+        used.add(path)
 
 
 def _require_pods_have_all(facts: Facts, options: argparse.Namespace) -> None:
     if not options.image:
         raise JobError("--image: not given; allowed: the image of the pods, with this package; see docs/clusters.md")
-    folder = PurePosixPath(facts.config.job.dump_folder)
+    folder = PurePosixPath(normpath(facts.config.job.dump_folder))
     mounts = [PurePosixPath(volume.partition(":")[2]) for volume in options.volume]
     if not any(folder.is_relative_to(mount) for mount in mounts):
         allowed = "a folder in a --volume CLAIM:PATH that all pods share, as a pod loses its own files"

@@ -41,12 +41,15 @@ from torchtitan.training.replay import ReplayedStep, ReplaySample, ReplayStart, 
 
 EQUAL, DIFFERENT = 0, 1
 """Exit codes of --under."""
+DEFAULTS = {"timeout": 900.0, "rank": None, "samples": 3, "tokens": 200}
+"""Of options that have an effect only with --under, the first one, or only without."""
 MOST_LINES = 20
 """Samples, parameters or blocks in a table."""
 
 
 def main(argv: list[str]) -> int:
     options, job_args = parse_command("replay", argv)
+    settle(options)
     run = Path(options.run)
     run_job = RunJob.of_step(run, options.step)
     if not run_job.file.is_file():
@@ -69,6 +72,16 @@ def main(argv: list[str]) -> int:
     encoding = sys.stdout.encoding or "utf-8"
     print("\n".join(lines).encode(encoding, "replace").decode(encoding))
     return 0
+
+
+def settle(options: argparse.Namespace) -> None:
+    """Give options that are absent their defaults. Raises JobError for one that would be ignored."""
+    for name, default in DEFAULTS.items():
+        preposition = "with" if name == "timeout" else "without"
+        if getattr(options, name) is None:
+            setattr(options, name, default)
+        elif (options.under is None) == (preposition == "with"):
+            raise JobError(f"--{name}: allowed: {preposition} --under")
 
 
 def replay_under(run_job: RunJob, options: argparse.Namespace, job_args: list[str]) -> int:

@@ -21,7 +21,14 @@ from torchtitan.commands.replay import origin_of, plan_of
 from torchtitan.core.errors import JobError
 from torchtitan.process.gloo_ranks import RankError
 from torchtitan.training.replay import RunJob
-from torchtitan.training.verification import RunSegment, SegmentResult, require_records, segment_of, verify_segment
+from torchtitan.training.verification import (
+    RunSegment,
+    SegmentResult,
+    checkpoint_faults,
+    require_records,
+    segment_of,
+    verify_segment,
+)
 
 VERIFIED, DIFFERENT = 0, 1
 """Exit codes."""
@@ -43,7 +50,7 @@ def main(argv: list[str]) -> int:
     seed = random.SystemRandom().randrange(10**6) if options.seed is None else options.seed
     steps = chosen_steps(sorted(records), options.steps, seed)
     print(f"{run}: {len(steps)} of {len(records)} logged steps, by --seed {seed}: {', '.join(map(str, steps))}")
-    segments, is_right = dict[tuple[int, int], RunSegment](), True
+    segments, is_right, tensors = dict[tuple[int, int], RunSegment](), True, 0
     for step in steps:
         try:
             segment = segment_of(run, step, max(records))
@@ -54,6 +61,9 @@ def main(argv: list[str]) -> int:
             segments[segment.first, segment.last] = segment
     if not segments:
         raise JobError(f"{run}: none of these steps can be made again")
+    for fault in checkpoint_faults(run, max(records)):
+        print(fault)
+        is_right = False
     for segment in segments.values():
         try:
             require_undamaged(segment)
@@ -65,12 +75,16 @@ def main(argv: list[str]) -> int:
             continue
         print("\n".join([outcome(result), *(f"  {fault}" for fault in result.faults[:MOST_LINES])]), flush=True)
         is_right &= not result.faults
-    print(
-        "verified"
-        if is_right
-        else "NOT verified: not all of these steps follow from the run's job, data and checkpoints"
-    )
+        tensors += result.tensors
+    print(verdict(is_right, tensors))
     return VERIFIED if is_right else DIFFERENT
+
+
+def verdict(is_right: bool, tensors: int) -> str:
+    """Return the last line. `tensors`: of checkpoints that were compared."""
+    if not is_right:
+        return "NOT verified: not all of these steps follow from the run's job, data and checkpoints"
+    return "verified" if tensors else "verified, by the records alone: the run has no checkpoint after these steps"
 
 
 def chosen_steps(steps: list[int], count: int, seed: int) -> list[int]:

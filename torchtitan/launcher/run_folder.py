@@ -333,6 +333,14 @@ def job_of_step(folder: Path, step: int) -> Path:
     return max(starts)[1] if starts else folder / JOB_FILE
 
 
+def jobs_of_steps(folder: Path, first: int, last: int) -> dict[int, Path]:
+    """Return the files of the jobs that made the steps `first` to `last`, by the first step of each start there."""
+    history = folder / STARTS_FOLDER
+    starts = sorted({step_of_start(path) for path in history.iterdir()} if history.is_dir() else ())
+    begins = [first, *(step + 1 for step in starts if first <= step < last)] if first <= last else []
+    return {step: job_of_step(folder, step) for step in begins}
+
+
 def step_of_start(file: Path) -> int:
     """Return the step from which the start with this job file went on; 0 if it is not recorded."""
     match = _START.fullmatch(file.name)
@@ -407,15 +415,20 @@ def describe_run_end(folder: Path, records: Sequence[Record]) -> str:
     return describe_end(end) if end else ""
 
 
+def last_saved(folder: Path) -> str | None:
+    """Return the name of the checkpoint that a run saved last, as it has recorded; None without a record."""
+    try:
+        name = layout.read_bytes(folder / LAST_SAVE_FILE, most=100).decode(errors="replace").strip()
+    except layout.CheckpointError:
+        return None
+    return None if layout.step_of(name) is None else name
+
+
 def find_lost_checkpoints(folder: Path, checkpoints: Path) -> str | None:
     """Return evidence that this run has saved before, if its checkpoints are missing; None without evidence."""
     if layout.step_folders(checkpoints):
         return None
-    try:
-        name = layout.read_bytes(folder / LAST_SAVE_FILE, most=100).decode(errors="replace").strip()
-    except layout.CheckpointError:
-        name = ""
-    if layout.step_of(name) is not None:
+    if name := last_saved(folder):
         return f"{name} by {LAST_SAVE_FILE}"
     aside = [path.name for path in checkpoints.glob(".aside-step-*")] if checkpoints.is_dir() else []
     return f"{aside[0]}, moved aside" if aside else None

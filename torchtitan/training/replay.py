@@ -33,7 +33,14 @@ from torchtitan.core.random_draws import clean_name
 from torchtitan.datasets.samples import IGNORE
 from torchtitan.guards import BadStep, RollBack
 from torchtitan.job import ResolvedJob
-from torchtitan.launcher.run_folder import JOB_FILE, REFERENCE_FILE, RecordedPlan, job_of_step, plan_of_start
+from torchtitan.launcher.run_folder import (
+    JOB_FILE,
+    REFERENCE_FILE,
+    RecordedPlan,
+    job_of_step,
+    jobs_of_steps,
+    plan_of_start,
+)
 from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.parallelisms.degrees import AXES, ParallelDims
 from torchtitan.process.ranks import Ranks
@@ -151,7 +158,7 @@ class RunJob:
         trainer = states.get(self.file, {})
         samples = self.samples_per_step(trainer)
         now = kept_job(config, {}, samples)
-        for file in {job_of_step(run, number) for number in range(first + 1, step)} - {self.file, run / JOB_FILE}:
+        for file in {*jobs_of_steps(run, first + 1, step - 1).values()} - {self.file, run / JOB_FILE}:
             other = RunJob(run, file)
             before = kept_job(other.job.config, {}, other.samples_per_step(states.get(file, {})))
             differing = [change for change in changes(before, now) if not change.key.startswith("parallelism.")]

@@ -8,7 +8,6 @@ tokenized again; nothing of the run but its job and the checkpoint before the se
 import os
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import takewhile
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +22,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.options import ConfigError
 from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.errors import JobError
-from torchtitan.launcher.run_folder import RecordedPlan, job_of_step, plan_of_start
+from torchtitan.launcher.run_folder import LAST_SAVE_FILE, RecordedPlan, jobs_of_steps, last_saved, plan_of_start
 from torchtitan.metrics.json_lines import METRICS, Record, read_records
 from torchtitan.process.gloo_ranks import run_on_ranks
 from torchtitan.process.ranks import read_ranks
@@ -81,14 +80,27 @@ def segment_of(run: Path, step: int, newest_step: int) -> RunSegment:
     complete, _ = layout.complete_steps(run / run_job.job.config.checkpoint.folder)
     saved = {number: path for path in complete if (number := layout.step_of(path.name) or 0) >= step}
     last = min(saved, default=max(newest_step, step))
-    of_start = [*takewhile(lambda number: job_of_step(run, number) == run_job.file, range(step, last + 1))]
-    return RunSegment(run_job, start, of_start[-1], saved.get(of_start[-1]))
+    others = [number for number, file in jobs_of_steps(run, step, last).items() if file != run_job.file]
+    last = min(others) - 1 if others else last
+    return RunSegment(run_job, start, last, saved.get(last))
+
+
+def checkpoint_faults(run: Path, newest_step: int) -> Iterator[str]:
+    """Yield a line on each checkpoint of a run that is incomplete, and on the one saved last if it is missing.
+
+    Segments are made without these: a run whose checkpoints are worth nothing would still follow from its records.
+    """
+    complete, refused = layout.complete_steps(run / RunJob.of_step(run, newest_step).job.config.checkpoint.folder)
+    yield from (f"{checkpoint.folder.name} is incomplete: {checkpoint.reason}" for checkpoint in refused)
+    name = last_saved(run)
+    if name is not None and name not in {folder.name for folder in [*complete, *(each.folder for each in refused)]}:
+        yield f"{name}, which the run saved last by its {LAST_SAVE_FILE}, is missing"
 
 
 def has_one_plan(segment: RunSegment) -> bool:
     """Return True if all starts that made steps of a segment had the plan of the last one."""
-    files = {job_of_step(segment.run_job.run, number) for number in range(segment.first, segment.last + 1)}
-    return all(plan_of_start(file) == segment.start.plan for file in files)
+    files = jobs_of_steps(segment.run_job.run, segment.first, segment.last)
+    return all(plan_of_start(file) == segment.start.plan for file in files.values())
 
 
 def plan_of_run(run_job: RunJob, recorded: RecordedPlan) -> Parallelism:
@@ -125,8 +137,8 @@ def verify_segment(
         threads=_threads(job.world_size),
     )
     repeated = steps_of_run(folder)
-    for step in range(segment.first, segment.last + 1):
-        if step in records:
+    for step in sorted(records):
+        if segment.first <= step <= segment.last:
             result.steps += 1
             result.faults += value_faults(step, records[step], repeated.get(step, {}), tolerances[0])
     if segment.saved is not None:
