@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cache
+from math import prod
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree
@@ -20,6 +21,7 @@ from xml.etree import ElementTree
 from tests.mutants.corpus import ROOT, Mutant
 from tests.plans.combinations import Combination, other_models, table
 from tests.plans.combinations_optimizers import optimizers
+from torchtitan.parallelisms.degrees import AXES
 
 ROWS = {
     "tests/plans/test_combinations.py::test_equal_to_one_device": table() + other_models(),
@@ -139,10 +141,12 @@ JOB_METHODS = ("curve", "guards", "check", "replay")
 def run_job(copy: Path, mutant: Mutant, results: dict[str, Result]) -> dict[str, Result]:
     """Run the mutant's job in the copy; return the results of JOB_METHODS.
 
+    The job is that of the row that found the mutant, else of the fields of the mutant, on as many ranks as these need.
     A job that the unmutated rules refuse shows nothing, so it is skipped.
     """
-    row = next((row_tests().get(result["by"]) for result in results.values() if result.get("by")), None)
-    fields = vars(row) if row else dict(mutant.first)
+    rows, degrees = row_tests(), [mutant.first.get(axis, 1) for axis in AXES]
+    row = next((rows[result["by"]] for result in results.values() if result.get("by") in rows), None)
+    fields = vars(row) if row else {"ranks": prod(degrees)} | dict(mutant.first)
     if obstacle := _answer(ROOT, "obstacle", fields):
         return dict.fromkeys(JOB_METHODS, {"skipped": obstacle})
     return _answer(copy, "examine", fields)

@@ -12,7 +12,7 @@ from xml.etree import ElementTree
 import pytest
 
 from scripts import mutants as script
-from tests.mutants import page
+from tests.mutants import methods, page
 from tests.mutants.corpus import DRAWN, ROOT, Mutant, StaleMutant, load, read_results
 from tests.mutants.drawing import OPERATORS, anchored, draw, sites
 from tests.mutants.methods import METHODS, judged, ordered, row_tests, run_tests
@@ -68,9 +68,9 @@ def test_only_copies_are_changed(tmp_path):
 def test_results_belong_to_the_corpus():
     results, rows = read_results(), row_tests()
     assert results.keys() <= {mutant.name for mutant in EVERY}
-    for methods in results.values():
+    for by_method in results.values():
         for method in ("table", "full"):
-            result = methods.get(method, {"found": False})
+            result = by_method.get(method, {"found": False})
             assert not result["found"] or result["by"] in rows
 
 
@@ -133,6 +133,17 @@ def test_methods_stop_where_one_finds_it(tmp_path, monkeypatch):
     results = dict(script.examine(mutant, tuple(METHODS), tmp_path, {}))
     assert [result["found"] for result in results.values()] == [False, True] and calls == [["table"], ["modules"]]
     assert not dict(script.examine(mutant, tuple(METHODS), tmp_path, results))  # nothing is left to do
+
+
+def test_the_job_is_of_the_row_that_found_the_mutant_or_has_the_ranks_that_it_needs(monkeypatch):
+    """What found it may be another test, and a result of a job names no test at all."""
+    monkeypatch.setattr(methods, "_answer", lambda tree, question, fields: "" if question == "obstacle" else fields)
+    mutant = next(mutant for mutant in EVERY if mutant.first.get("dp_shard") == 2 and "ranks" not in mutant.first)
+    curve = {"found": True, "by": "51.582 % at most"}
+    by_test = {"curve": curve, "modules": {"found": True, "by": "tests/core/test_files.py::test_a_file"}}
+    assert methods.run_job(ROOT, mutant, by_test) == {"ranks": 2} | dict(mutant.first)
+    test, row = next(iter(row_tests().items()))
+    assert methods.run_job(ROOT, mutant, {"curve": curve, "table": {"found": True, "by": test}}) == vars(row)
 
 
 def test_the_list_names_sources_and_files(capsys, monkeypatch):

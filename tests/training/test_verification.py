@@ -82,6 +82,14 @@ def test_another_plan_is_equal_up_to_rounding(finished, capsys):
     assert "equal up to rounding (0.0001 of a value, 0.01 of a tensor)" in out
 
 
+def test_ranks_of_a_pipeline_compare_different_tensors(tmp_path, capsys):
+    sizes = "{dim=32, n_layers=2, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16}"
+    options = OPTIONS | {"training__steps": 2, "training__local_batch_size": 4, "model__overrides": sizes}
+    jobs.train(jobs.arguments(tmp_path / "run", jobs.write_texts(tmp_path), **options))
+    code, out = verify(capsys, tmp_path / "run", "--steps=1", "--under=pp=2", "--timeout=120")
+    assert code == 0 and "on pp=2: 2 logged steps and 84 tensors of step-00000002 equal up to rounding" in out, out
+
+
 def test_a_run_of_two_ranks_is_made_on_its_own_plan(tmp_path, capsys):
     options = OPTIONS | {"training__steps": 2, "training__local_batch_size": 4}
     code, _, err = jobs.run(jobs.arguments(tmp_path / "run", jobs.write_texts(tmp_path), **options), ranks=2)

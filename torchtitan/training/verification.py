@@ -80,8 +80,8 @@ def segment_of(run: Path, step: int, newest_step: int) -> RunSegment:
     complete, _ = layout.complete_steps(run / run_job.job.config.checkpoint.folder)
     saved = {number: path for path in complete if (number := layout.step_of(path.name) or 0) >= step}
     last = min(saved, default=max(newest_step, step))
-    others = [number for number, file in jobs_of_steps(run, step, last).items() if file != run_job.file]
-    last = min(others) - 1 if others else last
+    later_starts = [number for number, file in jobs_of_steps(run, step, last).items() if file != run_job.file]
+    last = min(later_starts) - 1 if later_starts else last
     return RunSegment(run_job, start, last, saved.get(last))
 
 
