@@ -138,7 +138,7 @@ def test_methods_stop_where_one_finds_it(tmp_path, monkeypatch):
 def test_the_job_is_of_the_row_that_found_the_mutant_or_has_the_ranks_that_it_needs(monkeypatch):
     """What found it may be another test, and a result of a job names no test at all."""
     monkeypatch.setattr(methods, "_answer", lambda tree, question, fields: "" if question == "obstacle" else fields)
-    mutant = next(mutant for mutant in EVERY if mutant.first.get("dp_shard") == 2 and "ranks" not in mutant.first)
+    mutant = next(mutant for mutant in EVERY if mutant.name == "loss-divided-by-own-tokens")
     curve = {"found": True, "by": "51.582 % at most"}
     by_test = {"curve": curve, "modules": {"found": True, "by": "tests/core/test_files.py::test_a_file"}}
     assert methods.run_job(ROOT, mutant, by_test) == {"ranks": 2} | dict(mutant.first)

@@ -34,18 +34,16 @@ def _identity(value: Any) -> Any:
 class Peers:
     """The ranks of the job, or this process alone.
 
-    Every rank constructs it at the same point, unless it is `alone`, and only one thread uses it. `purpose` becomes
+    Every rank constructs it at the same point, unless `of_job` is False, and only one thread uses it. `purpose` becomes
     part of the group's name; distributed.set_timeout recognizes the group by that name.
     """
 
     _counter = itertools.count()
 
-    def __init__(self, purpose: str, alone: bool = False) -> None:
+    def __init__(self, purpose: str, of_job: bool = True) -> None:
         self.name = f"{purpose} {next(self._counter)}"
         """Unique in this process."""
-        self.rank, self.size = (
-            (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and not alone else (0, 1)
-        )
+        self.rank, self.size = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() and of_job else (0, 1)
         self.group: dist.ProcessGroup | None = None
         if self.size > 1:
             self.group = dist.new_group(backend="gloo", timeout=TIMEOUT, group_desc=f"checkpoint: {purpose}")

@@ -38,7 +38,7 @@ class _Checkpoint(StoredTensors):
         self.index = storage.read_metadata(folder, self.manifest)
         self.values: Mapping[str, float] = layout.read_state(folder)["optimizer"]
         self.names = [*self.manifest.tensors, *self.values]
-        self.peers = Peers("tensors", alone=True)  # ranks of a pipeline read other tensors
+        self.peers = Peers("tensors", of_job=False)  # ranks of a pipeline read other tensors
 
     def read(self, name: str) -> torch.Tensor:
         if name in self.values:
