@@ -39,6 +39,8 @@ SIZES = {
 }
 DENSE = "dim=128, n_heads=4, n_kv_heads=2, head_dim=32, ffn_dim=192, vocab_size=2400"
 EXPERTS = "dim=128, n_heads=4, n_kv_heads=2, head_dim=32, expert_dim=64, n_experts=12, top_k=2, vocab_size=2400"
+DELTA = ", delta_key_heads=2, delta_value_heads=4, delta_key_dim=32, delta_value_dim=16, rotary_dim=16, full_interval=4"
+MINISTRAL = ", rope_scaling={kind='yarn', factor=16.0, original_max_seq_len=32, attention_factor=1.0}"
 OTHERS = {
     "gemma2": (DENSE + ", sliding_window=16, query_scalar=32", "gemma2"),
     "gemma3": (DENSE + ", sliding_window=16, query_scalar=32, global_interval=6", "gemma3"),
@@ -51,6 +53,20 @@ OTHERS = {
     "glm4_moe": (EXPERTS + ", ffn_dim=192, rotary_dim=16, route_scale=1.5", "glm4moe"),
     "mixtral": (EXPERTS, "llama"),
     "qwen2_moe": (EXPERTS, "qwen2moe"),
+    "seed_oss": (DENSE, "seed_oss"),
+    "glm": (DENSE + ", rotary_dim=16", "chatglm"),
+    "gpt_oss": (EXPERTS + ", sliding_window=16", "gpt-oss"),
+    "deepseek": (
+        "dim=128, n_heads=4, vocab_size=2400, n_dense_layers=1, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=32, "
+        "qk_rope_head_dim=16, v_head_dim=24, ffn_dim=192, expert_dim=64, n_experts=12, top_k=2, n_groups=2, "
+        "top_groups=1, group_score='top2'",
+        "deepseek2",
+    ),
+    "qwen3_next": (EXPERTS + DELTA, "qwen3next"),
+    "qwen3_5": (DENSE + DELTA, "qwen35"),
+    "falcon_h1": (DENSE + ", ssm_heads=4, ssm_head_dim=32, ssm_state_dim=32, gate_multiplier=0.5", "falcon-h1"),
+    "gpt2": ("dim=128, n_heads=4, vocab_size=2400", "gpt2"),
+    "ministral3": (DENSE + ", sliding_window=0, query_growth=0.1, query_period=32" + MINISTRAL, "mistral3"),
 }
 """Family -> sizes, and llama.cpp's name of its computation."""
 SIZES |= {family: sizes for family, (sizes, _) in OTHERS.items()}
@@ -59,7 +75,8 @@ RENAMED = {"wq": "attn_q", "wk": "attn_k", "wv": "attn_v", "wo": "attn_output"}
 
 def write_folder(folder, family, tokenizer="debug", dtype="float32"):
     """Write a Hugging Face folder with initial weights; return the job, the model's state and the extra files."""
-    options = dict(model__name=family, model__overrides=f"{{n_layers=2, {SIZES[family]}}}")
+    family_name = {"ministral3": "mistral"}.get(family, family)
+    options = dict(model__name=family_name, model__overrides=f"{{n_layers=2, {SIZES[family]}}}")
     job = ResolvedJob(manager.load(arguments(folder, folder, model__tokenizer_path=tokenizer, **options)))
     model = ModelBuilder(job).meta_model().to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
@@ -68,7 +85,7 @@ def write_folder(folder, family, tokenizer="debug", dtype="float32"):
             torch.nn.init.normal_(value)
     files = parts.hf_extra_files(job.model, job.tokenizer(), dtype)
     state = model.state_dict()
-    MODELS[family].hf.save_hf(folder, state, job.model.args, dtype=parts.DTYPES[dtype], extra_files=files)
+    MODELS[family_name].hf.save_hf(folder, state, job.model.args, dtype=parts.DTYPES[dtype], extra_files=files)
     return job, state, files
 
 
@@ -119,19 +136,73 @@ PRE_NORMS = {"attention_norm": "attn_norm", "ffn_norm": "ffn_norm"}
 SANDWICH = PRE_NORMS | {"attention_post_norm": "post_attention_norm", "ffn_post_norm": "post_ffw_norm"}
 NORMS = {name: SANDWICH for name in ("gemma2", "gemma3", "glm4")}
 NORMS |= dict.fromkeys(("olmo2", "olmo3"), {"attention_norm": "post_attention_norm", "ffn_norm": "post_ffw_norm"})
+NORMS["seed_oss"] = {"attention_norm": "attn_norm", "ffn_norm": "post_attention_norm"}
 NORMS["glm4_moe"] = {"attention_norm": "attn_norm", "ffn_norm": "post_attention_norm"}
 FEED_FORWARD = {"w1": "gate", "w2": "down", "w3": "up"}
+
+
+def tiled(rows, keys=2):
+    """Return the rows of value heads, first those of the first of each key head, then of the second."""
+    return rows.unflatten(0, (keys, 2, -1)).transpose(0, 1).flatten(0, 2)
+
+
+def tensors_in_parts(family, layer):
+    """Return those tensors of a layer that have other parts or another order in llama.cpp."""
+    of = {name.removesuffix(".weight").rpartition(".")[2]: value for name, value in layer.items()}
+    if family == "gpt_oss":
+        biases = {f"ffn_{name}_exps.bias": of[f"{ours}_bias"] for ours, name in FEED_FORWARD.items()}
+        return biases | {"attn_sinks.weight": of["sinks"], "ffn_gate_inp.bias": layer["moe.router.gate.bias"]}
+    if family == "deepseek":
+        keys, values = of["wkv_b"].unflatten(0, (4, -1)).split((32, 24), dim=1)
+        latent = {"attn_k_b.weight": keys.mT, "attn_v_b.weight": values, "attn_q_b.weight": of["wq"]}
+        return latent | {"exp_probs_b.bias": of["expert_bias"], "attn_kv_a_mqa.weight": of["wkv_a"]}
+    if family == "qwen3_next":
+        parts = [x.flatten(0, 1) for x in of["delta_qkvz"].unflatten(0, (2, -1)).split((32, 32, 32, 32), dim=1)]
+        taps = torch.cat([of[f"conv_{name}"] for name in "qkv"]).squeeze(1)
+        joint = {"attn_qkv.weight": torch.cat(parts[:3]), "attn_gate.weight": parts[3], "ssm_conv1d.weight": taps}
+        return joint | {
+            "ssm_a": -of["log_rate"].exp(),
+            "ssm_ba.weight": of["delta_ba"],
+            "ssm_norm.weight": of["delta_norm"],
+        }
+    if family == "qwen3_5":
+        values, taps = torch.cat((of["delta_q"], of["delta_k"], tiled(of["delta_v"]))), [of["conv_q"], of["conv_k"]]
+        apart = {"attn_gate.weight": "delta_z", "ssm_alpha.weight": "delta_a", "ssm_beta.weight": "delta_b"}
+        expected = {name: tiled(of[ours]) for name, ours in (apart | {"ssm_dt.bias": "step_bias"}).items()}
+        expected |= {"attn_qkv.weight": values, "ssm_out.weight": tiled(of["delta_out"].T).T}
+        expected |= {"ssm_conv1d.weight": torch.cat((*taps, tiled(of["conv_v"]))).squeeze(1)}
+        return expected | {"ssm_a": tiled(-of["log_rate"].exp())}
+    if family == "falcon_h1":
+        inputs = torch.cat([of[f"ssm_{name}"] for name in ("z", "x", "b", "c", "dt")])
+        return {"ssm_in.weight": inputs, "ssm_a": -of["log_rate"].exp()[:, None], "ffn_gate.weight": of["w1"] * 0.5}
+    return {"attn_qkv.weight": torch.cat([of[name] for name in ("wq", "wk", "wv")]), "ffn_up.weight": of["w1"]}
+
+
+IN_PARTS = ("gpt_oss", "deepseek", "qwen3_next", "qwen3_5", "falcon_h1", "gpt2")
 
 
 def expected_tensors(family, state):
     """Return tensors of llama.cpp's second layer, made from this project's own."""
     layer = {name.removeprefix("layers.1."): value for name, value in state.items() if name.startswith("layers.1.")}
-    adjacent = family in ("granite", "smollm3", "mixtral", "glm4")  # llama.cpp rotates as this project does
+    if family in IN_PARTS:
+        expected = {f"blk.1.{name}": value for name, value in tensors_in_parts(family, layer).items()}
+        stacks = (
+            {name: f"moe.experts.{ours}" for ours, name in FEED_FORWARD.items()} if "moe.experts.w1" in layer else {}
+        )
+        return expected | {f"blk.1.ffn_{name}_exps.weight": layer[ours].mT for name, ours in stacks.items()}
+    adjacent = family in (
+        "granite",
+        "smollm3",
+        "mixtral",
+        "glm4",
+        "glm",
+        "ministral3",
+    )  # llama.cpp rotates as this project does
     attention = () if family == "phi3" else RENAMED if adjacent else ("wv", "wo")
     expected = {RENAMED[name]: layer[f"attention.{name}.weight"] for name in attention}
     for ours, name in NORMS.get(family, PRE_NORMS).items():
         expected[name] = layer[f"{ours}.weight"] + (1 if family.startswith("gemma") else 0)
-    if family in ("phi3", "glm4"):
+    if family in ("phi3", "glm4", "glm"):
         expected["ffn_up"] = torch.cat([layer[f"feed_forward.{name}.weight"] for name in ("w1", "w3")])
     elif "moe.experts.w1" in layer:
         expected |= {f"ffn_{name}_exps": layer[f"moe.experts.{ours}"].mT for ours, name in FEED_FORWARD.items()}
@@ -150,12 +221,31 @@ NUMBERS = {  # metadata without which llama.cpp would compute something else
     "glm4_moe": {"rope.dimension_count": 16, "expert_weights_scale": 1.5, "expert_gating_func": 2, "expert_count": 12},
     "mixtral": {"expert_count": 12, "expert_used_count": 2},
     "qwen2_moe": {"expert_shared_feed_forward_length": 128, "expert_feed_forward_length": 64},
+    "glm": {"rope.dimension_count": 16},
+    "gpt_oss": {
+        "attention.sliding_window": 16,
+        "rope.scaling.factor": 32.0,
+        "rope.scaling.original_context_length": 4096,
+    },
+    "deepseek": {"attention.head_count_kv": 1, "attention.key_length": 48, "attention.value_length": 32}
+    | {
+        "attention.key_length_mla": 48,
+        "attention.value_length_mla": 24,
+        "expert_group_count": 2,
+        "expert_gating_func": 2,
+    }
+    | {"rope.scaling.yarn_log_multiplier": 0.1, "leading_dense_block_count": 1, "expert_group_used_count": 1},
+    "qwen3_next": {"ssm.inner_size": 64, "ssm.group_count": 2, "ssm.time_step_rank": 4, "full_attention_interval": 4},
+    "qwen3_5": {"ssm.state_size": 32, "ssm.conv_kernel": 4, "rope.dimension_count": 16},
+    "falcon_h1": {"ssm.inner_size": 128, "ssm.state_size": 32, "ssm.time_step_rank": 4, "ssm.group_count": 2},
+    "gpt2": {"attention.layer_norm_epsilon": 1e-5, "feed_forward_length": 1024},
+    "ministral3": {"attention.temperature_scale": 0.1, "rope.scaling.yarn_log_multiplier": 1.0},
 }
 
 
 @pytest.mark.parametrize("family", OTHERS)
 def test_tensors_and_numbers_of_further_families(tmp_path, family):
-    """Their greedy text was compared with that of llama.cpp by hand (docs/checkpoints.md)."""
+    """Their log-probabilities were compared with those of llama.cpp by hand (docs/checkpoints.md)."""
     job, state, files = write_folder(tmp_path / "hf", family)
     GGUFExport(files, job.tokenizer()).write(tmp_path / "hf", tmp_path / "gguf", "a model")
     tensors, fields = read_file(tmp_path / "gguf" / "model.gguf")
@@ -284,6 +374,15 @@ def test_a_byte_level_split_is_known_by_its_pattern(tmp_path):
         return vocabulary_fields(changed, {"vocab_size": 2304}, True)["tokenizer_pre"]
 
     assert name_of(QWEN2) == "qwen2"
+    digits = {"type": "Digits", "individual_digits": True}
+    steps = [digits, {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True}]
+    of_granite = changed_tokenizer(files, pre_tokenizer={"type": "Sequence", "pretokenizers": steps})
+    assert vocabulary_fields(of_granite, {"vocab_size": 2304}, True)["tokenizer_pre"] == "refact"
+    whole = changed_tokenizer(
+        files, pre_tokenizer={"type": "Sequence", "pretokenizers": [digits | {"individual_digits": False}, steps[1]]}
+    )
+    with pytest.raises(JobError, match="splits text by 'Digits'"):
+        vocabulary_fields(whole, {"vocab_size": 2304}, True)
     with pytest.raises(JobError, match="splits text by 'x'"):
         name_of("x")
 
@@ -382,9 +481,20 @@ def test_models_that_llama_cpp_computes_differently_are_refused_before_anything_
         ("smollm3", {"no_rope_layers": [0, 1]}, "no_rope_layers = [0, 1]; allowed: [1, 1]"),
         ("glm4_moe", {"n_group": 2}, "n_group = 2; allowed: 1"),
         ("qwen2_moe", {"norm_topk_prob": True}, "norm_topk_prob = True; allowed: False"),
+        ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0; allowed: 7.0"),
+        ("falcon_h1", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate = True; allowed: False"),
+        ("falcon_h1", {"projectors_bias": True}, "projectors_bias = True; allowed: False"),
+        ("seed_oss", {"mlp_bias": True}, "mlp_bias = True; allowed: False"),
+        ("deepseek", {"q_lora_rank": None}, "num_hidden_layers = 2; allowed: 27"),
     ):
         _, _, of_family = write_folder(tmp_path / family, family)
         assert message in refused(**json.loads(of_family["config.json"]) | changes)
+    _, _, latent = write_folder(tmp_path / "latent", "deepseek")
+    latent = json.loads(latent["config.json"])
+    kimi = latent | {"rope_scaling": latent["rope_scaling"] | {"beta_fast": 1.0}}
+    assert "rope_scaling = {" in (error := refused(**kimi)) and "'beta_fast': 32.0" in error
+    longrope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0], "factor": 2.0}
+    assert "rope_scaling of the kind longrope; allowed: none" in refused(rope_scaling=longrope)
     linear = {"rope_type": "linear", "factor": 2.0}
     assert "rope_scaling of the kind linear; allowed: none, in qwen3_moe" in refused(rope_scaling=linear)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

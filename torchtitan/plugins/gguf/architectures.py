@@ -1,6 +1,6 @@
 """llama.cpp's computation of the model types that are exported, and what a config.json must say for it to be the same.
 
-Each was compared with transformers by the greedy text of random weights (xllamacpp 2026.10). No torch.
+Each was compared with transformers by the log-probabilities of random weights (xllamacpp 2026.10).
 """
 
 from collections.abc import Callable, Mapping
@@ -8,6 +8,17 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from torchtitan.models.hf.layer_kinds import every_nth
+from torchtitan.plugins.gguf.layouts import (
+    Layout,
+    adjacent_pairs,
+    centered_norms,
+    delta_net,
+    falcon_h1,
+    gpt2,
+    gpt_oss,
+    latent,
+    plain,
+)
 
 Config = Mapping[str, Any]
 
@@ -16,21 +27,22 @@ Config = Mapping[str, Any]
 class Architecture:
     """llama.cpp's computation of a model type of transformers.
 
-    `adjacent_pairs`: it rotates features 2i and 2i + 1, and transformers i and i + head_dim / 2. `only`: keys of
-    config.json and the one value that it has; `only_by`: the same, if that follows from other keys. `fields`: further
-    metadata, names of the writer's `add_` functions, and their keys of config.json. `scalings`: kinds of rotary
-    scaling. `window`: what becomes of sliding_window, metadata ("field"), the longest context, or nothing.
-    `centered_norms`: the folder's weights of norms are differences from 1.
+    `parts`: what becomes of a tensor of the folder (layouts.py). `only`: keys of config.json and the one value that it
+    has; `only_by`: the same, if that follows from other keys. `fields`: further metadata, names of the writer's `add_`
+    functions, and their keys of config.json; `fields_of`: the same, with values that follow from keys. `scalings`:
+    kinds of rotary scaling. `window`: what becomes of sliding_window, metadata ("field"), the longest context, or
+    nothing. `aliases`: usual keys, and those that stand for them here.
     """
 
     name: str
-    adjacent_pairs: bool = False
+    parts: Layout = plain
     only: Config = field(default_factory=dict)
     only_by: Callable[[Config], Config] = lambda config: {}
     fields: Mapping[str, str] = field(default_factory=dict)
     scalings: tuple[str, ...] = ()
     window: Literal["", "field", "context"] = ""
-    centered_norms: bool = False
+    fields_of: Callable[[Config], Config] = lambda config: {}
+    aliases: Mapping[str, str] = field(default_factory=dict)
 
 
 def head_dim_of(config: Config) -> int:
@@ -70,39 +82,126 @@ _GRANITE |= {"residual_scale": "residual_multiplier", "logit_scale": "logits_sca
 _GLM = _EXPERTS | _EXPERT_WIDTH | {"expert_count": "n_routed_experts", "expert_shared_count": "n_shared_experts"}
 _GLM |= {"leading_dense_block_count": "first_k_dense_replace", "expert_weights_scale": "routed_scaling_factor"}
 _GLM |= {"expert_weights_norm": "norm_topk_prob"}
+_GPT_OSS = _EXPERTS | {"expert_count": "num_local_experts", "expert_feed_forward_length": "intermediate_size"}
+_LATENT = _GLM | {"kv_lora_rank": "kv_lora_rank", "value_length": "kv_lora_rank"}
+_LATENT |= {"rope_dimension_count": "qk_rope_head_dim", "value_length_mla": "v_head_dim"}
+
+
+def _only_deepseek(config: Config) -> Config:
+    """Return what llama.cpp demands: queries of V2-Lite alone are not compressed, and groups are those of V3.
+
+    Its YaRN has one factor, and was not the same with equal betas (Kimi K2).
+    """
+    only: dict[str, Any] = {} if config["q_lora_rank"] else {"num_hidden_layers": 27}
+    if rope := config.get("rope_scaling"):
+        fast = 32.0 if rope["beta_fast"] == rope["beta_slow"] else rope["beta_fast"]
+        only["rope_scaling"] = rope | {"mscale": rope["mscale_all_dim"], "beta_fast": fast}
+    return only | ({"n_group": 1} if config["model_type"] == "deepseek_v2" else {})
+
+
+def _deepseek(config: Config) -> Config:
+    """Return the sizes of keys, which are computed from one latent vector for all heads, and YaRN's factor."""
+    rope = config.get("rope_scaling") or {}
+    rotary = config["qk_rope_head_dim"]
+    fields = {"head_count_kv": 1, "key_length": config["kv_lora_rank"] + rotary}
+    fields["key_length_mla"] = config["qk_nope_head_dim"] + rotary
+    fields |= {"q_lora_rank": config["q_lora_rank"]} if config["q_lora_rank"] else {}
+    if config["n_group"] > 1:
+        fields |= {"expert_group_count": config["n_group"], "expert_group_used_count": config["topk_group"]}
+    return fields | ({"rope_scaling_yarn_log_mul": 0.1 * rope["mscale_all_dim"]} if rope else {})
+
+
+def _ministral(config: Config) -> Config:
+    rope = config["rope_parameters"]
+    return {"rope_scaling_yarn_log_mul": 1.0, "attn_temperature_scale": rope["llama_4_scaling_beta"]}
+
+
+_DELTA = {"ssm_conv_kernel": "linear_conv_kernel_dim", "ssm_state_size": "linear_key_head_dim"}
+_DELTA |= {"ssm_group_count": "linear_num_key_heads", "ssm_time_step_rank": "linear_num_value_heads"}
+_DELTA_EXPERTS = _DELTA | _EXPERTS | _EXPERT_WIDTH | _SHARED_WIDTH
+_SSM = {"ssm_conv_kernel": "mamba_d_conv", "ssm_state_size": "mamba_d_state", "ssm_inner_size": "mamba_d_ssm"}
+_FALCON = dict.fromkeys(("mamba_norm_before_gate", "mamba_proj_bias", "projectors_bias"), False)
+_SSM |= {"ssm_group_count": "mamba_n_groups", "ssm_time_step_rank": "mamba_n_heads"}
+_GPT2 = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
+_GPT2 |= {"num_key_value_heads": "n_head", "max_position_embeddings": "n_positions"}
+
+
+def _gpt2(config: Config) -> Config:
+    return {"feed_forward_length": config.get("n_inner") or 4 * config["n_embd"]}
+
+
+def _delta_net(config: Config) -> Config:
+    fields = {"ssm_inner_size": config["linear_value_head_dim"] * config["linear_num_value_heads"]}
+    fields["full_attention_interval"] = config["full_attention_interval"]
+    is_joint = config["model_type"] == "qwen3_next"
+    return fields | ({} if is_joint else {"rope_dimension_sections": [11, 11, 10, 0]})
+
+
 ARCHITECTURES = {
-    "llama": Architecture("llama", adjacent_pairs=True, only=_NO_BIASES, scalings=("llama3",)),
-    "mistral": Architecture("llama", adjacent_pairs=True, scalings=("llama3",), window="context"),
+    "llama": Architecture("llama", parts=adjacent_pairs, only=_NO_BIASES, scalings=("llama3", "yarn")),
+    "mistral": Architecture("llama", parts=adjacent_pairs, scalings=("llama3",), window="context"),
     "mixtral": Architecture(
-        "llama", adjacent_pairs=True, fields=_EXPERTS | {"expert_count": "num_local_experts"}, window="context"
+        "llama", parts=adjacent_pairs, fields=_EXPERTS | {"expert_count": "num_local_experts"}, window="context"
     ),
-    "qwen2": Architecture("qwen2", only=_NO_WINDOW),
+    "qwen2": Architecture("qwen2", only=_NO_WINDOW, scalings=("yarn",)),
     "qwen2_moe": Architecture(
         "qwen2moe",
         only=_NO_WINDOW | {"norm_topk_prob": False, "mlp_only_layers": [], "qkv_bias": True},
         fields=_EXPERTS | _EXPERT_WIDTH | _SHARED_WIDTH,
     ),
-    "qwen3": Architecture("qwen3", only=_NO_WINDOW),
+    "qwen3": Architecture("qwen3", only=_NO_WINDOW, scalings=("yarn",)),
     "qwen3_moe": Architecture(
         "qwen3moe",
         only=_NO_WINDOW | {"norm_topk_prob": True, "mlp_only_layers": []},
         fields=_EXPERTS | _EXPERT_WIDTH,
     ),
-    "gemma2": Architecture("gemma2", only_by=_gemma2, fields=_CAPS, window="field", centered_norms=True),
+    "gemma2": Architecture("gemma2", only_by=_gemma2, fields=_CAPS, window="field", parts=centered_norms),
     "gemma3_text": Architecture(
         "gemma3",
         only={"rope_local_base_freq": 10000.0},
         only_by=_gemma3,
         scalings=("linear",),
         window="field",
-        centered_norms=True,
+        parts=centered_norms,
     ),
     "phi3": Architecture("phi3", window="context"),
     "olmo2": Architecture("olmo2", only=_NO_BIASES),
     "olmo3": Architecture("olmo2", only=_NO_BIASES, only_by=_olmo3, window="field"),
-    "granite": Architecture("granite", adjacent_pairs=True, only=_NO_BIASES, fields=_GRANITE),
-    "smollm3": Architecture("smollm3", adjacent_pairs=True, only=_NO_BIASES | _NO_WINDOW, only_by=_smollm3),
+    "granite": Architecture("granite", parts=adjacent_pairs, only=_NO_BIASES, fields=_GRANITE),
+    "smollm3": Architecture("smollm3", parts=adjacent_pairs, only=_NO_BIASES | _NO_WINDOW, only_by=_smollm3),
+    "seed_oss": Architecture("seed_oss", only={"attention_out_bias": False, "mlp_bias": False}),
+    "glm": Architecture("chatglm"),
     "glm4": Architecture("glm4"),
+    "gpt_oss": Architecture(
+        "gpt-oss",
+        parts=gpt_oss,
+        only_by=lambda config: {"layer_types": every_nth(config["num_hidden_layers"], 2)},
+        only={"attention_bias": True, "swiglu_limit": 7.0},
+        fields=_GPT_OSS,
+        scalings=("yarn",),
+        window="field",
+    ),
+    **{
+        model_type: Architecture(
+            "deepseek2",
+            parts=latent,
+            only_by=_only_deepseek,
+            fields=_LATENT,
+            fields_of=_deepseek,
+            scalings=("yarn",),
+        )
+        for model_type in ("deepseek_v2", "deepseek_v3", "kimi_k2")
+    },
+    "qwen3_next": Architecture("qwen3next", parts=delta_net, fields=_DELTA_EXPERTS, fields_of=_delta_net),
+    "qwen3_5_text": Architecture("qwen35", parts=delta_net, fields=_DELTA, fields_of=_delta_net),
+    "qwen3_5_moe_text": Architecture("qwen35moe", parts=delta_net, fields=_DELTA_EXPERTS, fields_of=_delta_net),
+    "falcon_h1": Architecture("falcon-h1", parts=falcon_h1, only=_NO_BIASES | _FALCON, fields=_SSM),
+    "gpt2": Architecture(
+        "gpt2", parts=gpt2, fields={"layer_norm_eps": "layer_norm_epsilon"}, fields_of=_gpt2, aliases=_GPT2
+    ),
+    "ministral3": Architecture(
+        "mistral3", parts=adjacent_pairs, fields_of=_ministral, scalings=("yarn",), window="context"
+    ),
     "glm4_moe": Architecture("glm4moe", only={"n_group": 1, "topk_group": 1}, fields=_GLM),
 }
 """By model_type of config.json."""

@@ -27,24 +27,27 @@ from torchtitan.models.hf.config import CONFIG, rope_config, scaling_from_hf, sp
 from torchtitan.models.hf.layer_kinds import FULL
 from torchtitan.models.layers import frequencies
 from torchtitan.plugins.gguf.architectures import ARCHITECTURES, head_dim_of
+from torchtitan.plugins.gguf.layouts import Convert
 from torchtitan.plugins.gguf.modelfile import modelfile
 from torchtitan.plugins.gguf.vocabulary import vocabulary_fields
 
 MODEL_FILE, MODELFILE = "model.gguf", "Modelfile"
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
+ROUNDED = "not the same: llama.cpp blends YaRN's wavelengths between whole features (0.009 in log-probabilities)"
+GROWTH = "llama_4_scaling_beta"
 _EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
-_ROTATED = re.compile(r".*\.self_attn\.([qk])_proj\.(?:weight|bias)")
+FLOAT32 = ("_inp", "ssm_conv1d", "ssm_a", "ssm_d", "position_embd")
+"""Parts of the names of matrices that llama.cpp expects in float32, as vectors and biases are."""
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A tensor of the file: its name, and the tensors of the folder that it is stacked from."""
+    """A tensor of the file: its name, the tensors of the folder that it is stacked from, and what becomes of each."""
 
     name: str
     sources: list[str]
-    rotated_heads: int = 0  # of queries or keys whose rows are reordered
-    added: float = 0.0  # to each number
+    convert: Convert
 
 
 class GGUFExport:
@@ -56,16 +59,17 @@ class GGUFExport:
     def __init__(self, files: Mapping[str, bytes], tokenizer: Tokenizer) -> None:
         if importlib.util.find_spec("gguf") is None:
             raise JobError("--format gguf needs the package gguf; install it with: pip install 'torchtitan-toml[gguf]'")
-        self.config = config = json.loads(files[CONFIG])
+        config = json.loads(files[CONFIG])
         model_type, classes = config["model_type"], config["architectures"]
         architecture = ARCHITECTURES.get(model_type)
-        if architecture is None or not classes[0].endswith("ForCausalLM"):
+        if architecture is None or not classes[0].endswith(("ForCausalLM", "LMHeadModel")):
             raise JobError(
                 f"--format gguf: given {classes[0]} ({model_type}); allowed: causal models of "
                 f"{', '.join(ARCHITECTURES)}; export a Hugging Face folder (without --format) and try llama.cpp's "
                 "convert_hf_to_gguf.py on it"
             )
         self.architecture = architecture
+        self.config = config = config | {key: config[name] for key, name in architecture.aliases.items()}
         for key, value in {**architecture.only, **architecture.only_by(config)}.items():
             if config.get(key, value) != value:
                 raise JobError(
@@ -80,13 +84,18 @@ class GGUFExport:
         tables = config.get("rope_parameters") or {}
         if FULL in tables:  # OLMo 3 has one for each kind of layers
             rotary["rope_parameters"] = tables[FULL]
-        self.rope_theta, self.scaling = float(rope_config(rotary)["rope_theta"]), scaling_from_hf(rotary)
-        if self.scaling is not None and self.scaling.kind not in architecture.scalings:
+        elif GROWTH in tables:  # of queries, not of angles
+            rotary["rope_parameters"] = {key: value for key, value in tables.items() if key != GROWTH}
+        table = tables or config.get("rope_scaling") or {}
+        kind = table.get("rope_type", table.get("type"))
+        kind = kind if kind == "longrope" else rope_config(rotary)["rope_type"]  # which does not know the former's keys
+        if kind not in ("default", *architecture.scalings):
             allowed = " or ".join(("none", *architecture.scalings))
             raise JobError(
-                f"--format gguf: rope_scaling of the kind {self.scaling.kind}; allowed: {allowed}, in {model_type}; "
+                f"--format gguf: rope_scaling of the kind {kind}; allowed: {allowed}, in {model_type}; "
                 "export a Hugging Face folder (without --format)"
             )
+        self.rope_theta, self.scaling = float(rope_config(rotary)["rope_theta"]), scaling_from_hf(rotary)
         self.fields = self._model_fields() | vocabulary_fields(files, config, bool(tokenizer.begin_ids))
         self.modelfile = modelfile(MODEL_FILE, files, tokenizer, self.context)
 
@@ -112,9 +121,10 @@ class GGUFExport:
             "value_length": self.head_dim,
             "rope_dimension_count": int(self.head_dim * self.rotary_factor),
             "rope_freq_base": self.rope_theta,
-            "layer_norm_rms_eps": config["rms_norm_eps"],
             "vocab_size": config["vocab_size"],
         }
+        if "rms_norm_eps" in config:
+            fields["layer_norm_rms_eps"] = config["rms_norm_eps"]
         fields |= {name: config[key] for name, key in self.architecture.fields.items()}
         if "intermediate_size" in config:
             fields["feed_forward_length"] = config["intermediate_size"]
@@ -122,9 +132,14 @@ class GGUFExport:
             fields["sliding_window"] = config["sliding_window"]
         if self.scaling is not None and self.scaling.kind == "linear":
             fields |= {"rope_scaling_type": gguf.RopeScalingType.LINEAR, "rope_scaling_factor": self.scaling.factor}
-        if "expert_weights_scale" in fields:  # of a router as DeepSeek V3's
-            fields["expert_gating_func"] = gguf.ExpertGatingFuncType.SIGMOID
-        return fields
+        elif self.scaling is not None and self.scaling.kind == "yarn":
+            fields |= {"rope_scaling_type": gguf.RopeScalingType.YARN, "rope_scaling_factor": self.scaling.factor}
+            fields["rope_scaling_orig_ctx_len"] = self.scaling.original_max_seq_len
+            fields |= {f"rope_scaling_yarn_{name}": getattr(self.scaling, name) for name in ("beta_fast", "beta_slow")}
+        if "expert_weights_scale" in fields:  # of a router as DeepSeek's
+            score = "SOFTMAX" if config.get("scoring_func") == "softmax" else "SIGMOID"
+            fields["expert_gating_func"] = gguf.ExpertGatingFuncType[score]
+        return fields | self.architecture.fields_of(config)
 
     def entries(self, names: Mapping[str, str]) -> list[Entry]:
         """Return the tensors of the file for those of a folder, in the folder's order."""
@@ -138,14 +153,13 @@ class GGUFExport:
             sources.setdefault(f"{match[1]}.{match[3]}" if match else name, []).append(name)
         entries = []
         for name, stacked in sources.items():
-            dotted = name.replace("correction_bias", "correction.bias")
-            target = name_map.get_name(dotted, try_suffixes=(".weight", ".bias"))
-            if target is None:
-                raise JobError(f"--format gguf: the tensor {name} has no name in llama.cpp's {self.architecture.name}")
-            match = _ROTATED.fullmatch(name) if self.architecture.adjacent_pairs else None
-            heads = {"q": "num_attention_heads", "k": "num_key_value_heads"}
-            added = 1.0 if self.architecture.centered_norms and name.endswith("norm.weight") else 0.0
-            entries.append(Entry(target, stacked, self.config[heads[match[1]]] if match else 0, added))
+            for part, convert in self.architecture.parts(name, self.config):
+                target = name_map.get_name(part, try_suffixes=(".weight", ".bias"))
+                if target is None:
+                    raise JobError(
+                        f"--format gguf: the tensor {name} has no name in llama.cpp's {self.architecture.name}"
+                    )
+                entries.append(Entry(target, stacked, convert))
         return entries
 
     def write(self, folder: Path, target: Path, name: str) -> None:
@@ -170,8 +184,10 @@ class GGUFExport:
             file_type = "F32"
             for entry in self.entries(names):
                 stored = [files[names[source]].get_slice(source) for source in entry.sources]
-                shape = [*[len(stored)] * bool(_EXPERT.fullmatch(entry.sources[0])), *stored[0].get_shape()]
-                kind = stored[0].get_dtype() if len(shape) > 1 and "_inp" not in entry.name else "F32"
+                converted = entry.convert(torch.empty(stored[0].get_shape(), device="meta"))
+                shape = [*[len(stored)] * bool(_EXPERT.fullmatch(entry.sources[0])), *converted.shape]
+                is_matrix = len(shape) > 1 and not entry.name.endswith(".bias")
+                kind = stored[0].get_dtype() if is_matrix and not any(x in entry.name for x in FLOAT32) else "F32"
                 file_type = kind if kind != "F32" else file_type
                 _add(writer, entry.name, shape, kind)
                 tensors.append(partial(_read, entry, stored, kind))
@@ -187,10 +203,11 @@ class GGUFExport:
         (target / MODELFILE).write_text(self.modelfile)
 
     def usage_lines(self, folder: Path) -> list[str]:
-        """Return the commands that serve an exported folder."""
+        """Return the commands that serve an exported folder, after a remark on what differs there."""
         file = shlex.quote(str(folder / MODEL_FILE))
         create = f"ollama create {shlex.quote(folder.name.lower())} -f {shlex.quote(str(folder / MODELFILE))}"
-        return [f"serve it: llama-server -m {file}", f"or: {create}"]
+        rounded = [ROUNDED] * (self.scaling is not None and not self.scaling.truncate)
+        return [*rounded, f"serve it: llama-server -m {file}", f"or: {create}"]
 
     def _rope_factors(self) -> torch.Tensor:
         """Return what llama.cpp divides the frequencies by, [head_dim / 2]."""
@@ -217,12 +234,5 @@ def _add(writer: Any, name: str, shape: list[int], kind: str) -> None:
 
 def _read(entry: Entry, stored: list[Any], kind: str) -> torch.Tensor:
     dtype = next(dtype for dtype, name in TYPES.items() if name == kind)
-    parts = [value[:].to(dtype) + entry.added if entry.added else value[:].to(dtype) for value in stored]
-    if entry.rotated_heads:
-        parts = [with_adjacent_pairs(part, entry.rotated_heads) for part in parts]
+    parts = [entry.convert(value[:].to(dtype)) for value in stored]
     return torch.stack(parts) if _EXPERT.fullmatch(entry.sources[0]) else parts[0]
-
-
-def with_adjacent_pairs(rows: torch.Tensor, heads: int) -> torch.Tensor:
-    """Return rows [heads * head_dim, ...] with rows i and i + head_dim / 2 of each head next to each other."""
-    return rows.unflatten(0, (heads, 2, -1)).transpose(1, 2).flatten(0, 2)

@@ -14,7 +14,8 @@ from torchtitan.datasets.tokenizer.hf_export import QWEN2
 
 SPLITS = {PATTERN: "llama-bpe", QWEN2: "qwen2"}
 """llama.cpp's name of a pattern that splits text before byte-level BPE."""
-GPT2 = "gpt-2"
+GPT2, DIGITS = "gpt-2", "refact"
+"""The pattern of GPT-2, alone and after each digit is split off."""
 NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = range(1, 7)
 """Kinds of tokens in a GGUF file."""
 REFUSAL = (
@@ -96,7 +97,10 @@ def _split_name(content: Mapping[str, Any]) -> str:
     if not content["model"]["merges"] or (not splits and last.get("use_regex", True)):
         return GPT2  # without merges every byte is a token, however the text is split
     patterns = [step.get("pattern", {}).get("Regex", step["type"]) for step in splits]
-    if len(patterns) == 1 and patterns[0] in SPLITS:
+    if len(splits) == 1 and splits[0]["type"] == "Digits" and splits[0]["individual_digits"]:
+        if last.get("use_regex", True):
+            return DIGITS
+    elif len(patterns) == 1 and patterns[0] in SPLITS and not last.get("use_regex", True):
         return SPLITS[patterns[0]]
     raise JobError(REFUSAL.format(f"splits text by {' and '.join(map(repr, patterns))}"))
 
