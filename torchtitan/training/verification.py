@@ -93,7 +93,9 @@ def checkpoint_faults(run: Path, newest_step: int) -> Iterator[str]:
     complete, refused = layout.complete_steps(run / RunJob.of_step(run, newest_step).job.config.checkpoint.folder)
     yield from (f"{checkpoint.folder.name} is incomplete: {checkpoint.reason}" for checkpoint in refused)
     name = last_saved(run)
-    if name is not None and name not in {path.name for path in [*complete, *(bad.folder for bad in refused)]}:
+    if name is not None and name not in {
+        path.name for path in [*complete, *(checkpoint.folder for checkpoint in refused)]
+    }:
         yield f"{name}, which the run saved last by its {LAST_SAVE_FILE}, is missing"
 
 
