@@ -93,3 +93,14 @@ def test_random_actions_always_leave_the_newest_complete_checkpoint(tmp_path):
             retain(tmp_path, rng.randint(1, 4), set())
             assert layout.newest_complete(tmp_path)[0] == newest
         assert layout.newest_complete(tmp_path)[0] is not None
+
+
+@pytest.mark.parametrize("highest", [False, True])
+def test_the_oldest_of_equally_good_checkpoints_is_the_best(tmp_path, monkeypatch, highest):
+    """Others that are as good came later, and values that are none are not compared."""
+    values = [float("nan"), 0.5, 0.5, 0.5, float("inf")]
+    steps = [tmp_path / layout.step_name(step) for step in range(len(values))]
+    monkeypatch.setattr(folders, "_measured", lambda folder: {"value": values[steps.index(folder)]})
+    for complete in (steps, steps[::-1]):
+        assert folders.best_of(complete, folders.Metric("value", highest)) == (steps[1], 0.5)
+    assert folders.best_of(steps[:1], folders.Metric("value", highest)) is None

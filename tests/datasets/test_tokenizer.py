@@ -230,3 +230,11 @@ def test_importing_tokenizers_is_fast():
     code = "import sys, torchtitan.datasets.tokenizer; print(sorted(sys.modules))"
     modules = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout
     assert not [m for m in ("'torch'", "'tiktoken'", "'tokenizers'", "'sentencepiece'") if m in modules]
+
+
+@pytest.mark.parametrize("prompt", ["", "xxx"])
+def test_streamed_text_is_the_text_however_many_tokens_a_character_has(prompt):
+    """Characters of one to four tokens end at every place of the window, and none is lost or told twice."""
+    tokenizer, streamed_text = build_tokenizer("bytes"), "a\u00e9\u4e2d\U0001f642" * 12
+    pieces = tokenizer_base.decode_stream(tokenizer.encode(streamed_text), tokenizer.encode(prompt), tokenizer)
+    assert "".join(pieces) == streamed_text
