@@ -1,14 +1,16 @@
 """Measure training on whole records next to transformers' Trainer, step by step over the same batches.
 
     python scripts/bench_records.py [--only NAME ...] [--threads 1] [--batch 16] [--pairs 4] [--repeats 5] [--aa]
+        [--recompute]
 
 The real trainer (A) and the steps of transformers.Trainer without its loop (B: `training_step`, clipping, fused AdamW,
 schedule) take turns A B B A in one process, with the same rows, padded to the longest, in float32. Neither recomputes
-anything. "classes": a RoBERTa of 6 layers and width 384 for texts of 8 to 60 words; "classes, dropout" with
-transformers' default dropout of 0.1. "records": a Llama of 34 million parameters, all weights trained on records of 6
-to 520 tokens. "pairs": the same model by DPO, on prompts of up to 200 tokens and answers of up to 320; both answers are
-in one padded batch, as in trl's DPOTrainer, and the reference is computed before. --aa compares B with itself. --quick
-shows that it runs.
+anything; with --recompute A does as by default, every second block. "classes": a RoBERTa of 6 layers and width 384 for
+texts of 8 to 60 words; "classes, dropout" with transformers' default dropout of 0.1. "records": a Llama of 34 million
+parameters, all weights trained on records of 6 to 520 tokens; "full rows": of 512 tokens, so that none is padded.
+"pairs": the same model by DPO, on prompts of up to 200 tokens and answers of up to 320; both answers are in one padded
+batch, as in trl's DPOTrainer, and the reference is computed before. --aa compares B with itself. --quick shows that it
+runs.
 """
 
 import argparse
@@ -93,8 +95,7 @@ KINDS = {
 }
 DROPPED = CLASSES | {"dropout": 0.1, "attention_dropout": 0.1}
 KINDS["classes, dropout"] = replace(KINDS["classes"], sizes=DROPPED)
-
-
+KINDS["full rows"] = replace(KINDS["records"], lengths=(512, 512))
 KINDS["pairs"] = replace(KINDS["records"], options={"model.name": "llama3", "task.kind": "dpo"})
 PROMPT = 200
 """Tokens of the longest prompt of a pair."""
@@ -116,8 +117,9 @@ def write_records(path: Path, kind: Kind, count: int) -> None:
             file.write(json.dumps(record) + "\n")
 
 
-def our_trainer(kind: Kind, folder: Path, batch: int, count: int) -> trainer.Trainer:
+def our_trainer(kind: Kind, folder: Path, options: argparse.Namespace, count: int) -> trainer.Trainer:
     """Build the trainer of a job of `count` steps."""
+    batch = options.batch
     write_records(folder / "records.jsonl", kind, 64 * batch)
     settings = kind.options | {
         "job.dump_folder": folder / "run",
@@ -130,9 +132,10 @@ def our_trainer(kind: Kind, folder: Path, batch: int, count: int) -> trainer.Tra
         "training.steps": count,
         "training.mixed_precision_param": "float32",
         "data.packing": "off",
-        "activation_checkpoint.mode": "none",
         "metrics.plot": "false",
     }
+    if not options.recompute:
+        settings["activation_checkpoint.mode"] = "none"
     return trainer.Trainer(manager.load([f"--{name}={value}" for name, value in settings.items()]), Ranks())
 
 
@@ -195,7 +198,7 @@ def measure(name: str, kind: Kind, options: argparse.Namespace) -> Iterator[str]
     count = steps(options.pairs, options.repeats)
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
-        peer, ours = Peer(kind, folder, 2 * count), our_trainer(kind, folder, options.batch, count)
+        peer, ours = Peer(kind, folder, 2 * count), our_trainer(kind, folder, options, count)
         noted = Noted(ours.loader)
         if options.aa:
             other, batch = Peer(kind, folder, 2 * count), next(iter(noted))
@@ -218,6 +221,7 @@ def main() -> None:
     parser.add_argument("--batch", type=int, default=16, help="records, or answers, of a step")
     parser.add_argument("--pairs", type=int, default=4, help="turns of each side in a repeat (default: 4)")
     parser.add_argument("--repeats", type=int, default=5, help="(default: 5)")
+    parser.add_argument("--recompute", action="store_true", help="recompute every second block here, as by default")
     parser.add_argument("--aa", action="store_true", help="compare transformers' steps with themselves: the noise")
     parser.add_argument("--quick", action="store_true", help="only to see that it runs")
     options = parser.parse_args()

@@ -28,11 +28,13 @@ IS_COMPILED_FOR_EACH_FLOAT = tuple(map(int, torch.__version__.split(".")[:2])) <
 
 
 @cache
-def compile_lazily(function: Callable, **options: Any) -> Callable:
+def compile_lazily(function: Callable, checks_indices: bool = True, **options: Any) -> Callable:
     """Compile a function with torch.compile on its first use, because importing the compiler takes two seconds.
 
-    `options`: torch.compile's.
+    Without `checks_indices`, an index out of bounds is no error but reads other memory. `options`: torch.compile's.
     """
+    if not checks_indices:
+        options["options"] = {"assert_indirect_indexing": False}
     return torch.compile(function, **options)
 
 
@@ -42,7 +44,8 @@ class Fused:
     `eager` defaults to the formula. `dynamic`: as in torch.compile; then floats may arrive as tensors without axes
     (IS_COMPILED_FOR_EACH_FLOAT), on which a formula cannot branch. A formula may change tensors in place: it is
     compiled as one graph, so that all errors of the compiler come before anything is computed, and eager can take over.
-    Within a function that is compiled it is part of that.
+    Within a function that is compiled it is part of that. Compiled code does not check the indices that a formula
+    computes, because on a CPU this takes longer than the look-ups: they have to be within bounds for all inputs.
 
     On a CPU it is compiled for tensors of `large` elements (default: LARGE) or more, once eager has computed `after` of
     these elements, since a short run would not win back the time to compile. `after = NEVER`: eager on every CPU.
@@ -75,7 +78,7 @@ class Fused:
         if self.is_broken or not self._compiles(first) or (first.shape, first.dtype) in self.refused:
             return self.eager(*args)
         try:
-            compiled = compile_lazily(self.formula, dynamic=self.dynamic, fullgraph=True)
+            compiled = compile_lazily(self.formula, checks_indices=False, dynamic=self.dynamic, fullgraph=True)
         except RuntimeError as error:  # of a Python that torch.compile does not support
             return self._give_up(error)(*args)
         inputs = tree_map_only(float, _scalar, args) if IS_COMPILED_FOR_EACH_FLOAT and self.dynamic else args
