@@ -484,6 +484,7 @@ def test_models_that_llama_cpp_computes_differently_are_refused_before_anything_
         ("gpt_oss", {"swiglu_limit": 5.0}, "swiglu_limit = 5.0; allowed: 7.0"),
         ("falcon_h1", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate = True; allowed: False"),
         ("falcon_h1", {"projectors_bias": True}, "projectors_bias = True; allowed: False"),
+        ("falcon_h1", {"mamba_conv_bias": False}, "mamba_conv_bias = False; allowed: True"),
         ("seed_oss", {"mlp_bias": True}, "mlp_bias = True; allowed: False"),
         ("deepseek", {"q_lora_rank": None}, "num_hidden_layers = 2; allowed: 27"),
     ):

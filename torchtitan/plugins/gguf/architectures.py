@@ -121,6 +121,7 @@ _DELTA |= {"ssm_group_count": "linear_num_key_heads", "ssm_time_step_rank": "lin
 _DELTA_EXPERTS = _DELTA | _EXPERTS | _EXPERT_WIDTH | _SHARED_WIDTH
 _SSM = {"ssm_conv_kernel": "mamba_d_conv", "ssm_state_size": "mamba_d_state", "ssm_inner_size": "mamba_d_ssm"}
 _FALCON = dict.fromkeys(("mamba_norm_before_gate", "mamba_proj_bias", "projectors_bias"), False)
+_FALCON |= {"mamba_conv_bias": True}
 _SSM |= {"ssm_group_count": "mamba_n_groups", "ssm_time_step_rank": "mamba_n_heads"}
 _GPT2 = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 _GPT2 |= {"num_key_value_heads": "n_head", "max_position_embeddings": "n_positions"}
