@@ -96,3 +96,14 @@ def test_shards_of_parameters_and_experts():
     degrees = {"parallelism.tensor_parallel_degree": 2, "parallelism.context_parallel_degree": 2}
     layout = ResolvedJob(JobConfig(), 8).with_options(degrees | {"training.local_batch_size": 3}).layout
     assert (layout.shards, layout.fsdp_shards, layout.expert_pool, layout.samples_per_pass) == (2, 4, 8, 6)
+
+
+def test_related_jobs_share_the_sizes_of_an_unchanged_model():
+    """Counting the parameters of a large model takes a fifth of a search over plans."""
+    job = ResolvedJob(JobConfig())
+    other = job.with_options({"training.seq_len": 512, "parallelism.tensor_parallel_degree": 2})
+    assert other.model.args == job.model.args and other.model.args is not job.model.args  # not derived before
+    for related in (job.with_options({"training.seq_len": 512}), job.on_ranks(4)):
+        assert related.model.args is job.model.args
+    deeper = job.with_options({"model.overrides": {"n_layers": 3}})
+    assert deeper.model.args.n_layers == 3 != job.model.args.n_layers

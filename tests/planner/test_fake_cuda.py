@@ -1,13 +1,18 @@
 """Run a step of large jobs at their stated size on the fake CUDA: devices, types, host waits, messages, kernels."""
 
 import ast
+import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from torchtitan.config import manager
+from torchtitan.job import ResolvedJob
 from torchtitan.planner import fake_cuda
+from torchtitan.planner.plan import Plan, Workload
+from torchtitan.planner.time.block_kernels import elementwise, rounded
 
 pytestmark = pytest.mark.skipif(bool(fake_cuda.missing()), reason=fake_cuda.missing())
 
@@ -137,6 +142,43 @@ def test_products_in_float8_take_few_kernels_and_bytes(card, recipe, gradients):
     assert size["float8.py:quantize"] == pytest.approx(2 * elements, rel=1e-2)
     rounding = size["float8.py:_rounded"] + size["float8.py:_rounded_columns"]
     assert rounding == pytest.approx(3 * elements, rel=1e-2)
+
+
+def drawn_block(number: int) -> tuple[str, dict[str, int], list[str]]:
+    """Return the model, sizes and options of a block that nobody chose: with experts, but for the first."""
+    draw = random.Random(number)
+    float8 = draw.choice([[], ["--training.float8=tensorwise"], ["--training.float8=rowwise"]])
+    if number == 0:
+        return "llama3/8B", {}, float8
+    sizes = {"n_experts": draw.choice([64, 128, 256]), "expert_dim": 512 * draw.randint(1, 4)}
+    model, more = draw.choice([("deepseek/671B", {"n_dense_layers": 0}), ("qwen3_moe/30B-A3B", {"top_k": 8})])
+    return model, sizes | more, float8
+
+
+@pytest.mark.parametrize("number", range(4))
+def test_the_planner_has_the_bytes_and_kernels_of_a_block(card, number):
+    """Twice the tokens show the bytes of a token, and a second layer the kernels, with casts of matrices both ways."""
+    model, sizes, options = drawn_block(number)
+    family, flavor = model.split("/")
+    argv = ["--job.config_file=train_configs/debug_model.toml", *SMALL, *options, "--training.local_batch_size=1"]
+    argv += [f"--model.name={family}", f"--model.flavor={flavor}", "--activation_checkpoint.mode=none"]
+    counts = {}
+    for layers, tokens in ((1, 1024), (1, 2048), (2, 1024)):
+        overrides = ", ".join(
+            f"{key} = {size}" for key, size in (sizes | {"n_layers": layers, "vocab_size": 256}).items()
+        )
+        job = [*argv, f"--model.overrides={{{overrides}}}", f"--training.seq_len={tokens}"]
+        counts[layers, tokens] = ask_card(card, "memory_bound_costs", 0, 1, *job)
+    workload = Workload.of(ResolvedJob(manager.load(job), 1, "cuda"), 1)
+    moved = [elementwise(workload, Plan(), 0, 1024, 1024), rounded(workload, Plan(), 0, 1024, 1024)]
+    of_weights = rounded(workload, Plan(), 0, 0, 0).size  # those of weights do not grow with the tokens
+    casts = 2 * sum(3 if name == "moe.experts" else 1 for name in workload.kinds[0])
+    assert counts[1, 2048][1] - counts[1, 1024][1] == pytest.approx(
+        3 * (sum(one.size for one in moved) - of_weights), rel=0.1
+    )
+    assert counts[2, 1024][0] - counts[1, 1024][0] == pytest.approx(
+        3 * sum(one.kernels for one in moved) + casts, rel=0.2
+    )
 
 
 def test_dropout_takes_few_kernels_and_bytes(card):

@@ -317,6 +317,18 @@ def test_the_rank_that_needs_the_most_is_examined(family, flavor, size, schedule
     assert len(fullest(ranks)) <= 5
 
 
+def test_blocks_that_are_gathered_in_advance_take_memory():
+    """The rehearsal of this job with fsdp_prefetch = 3 has 5.93 GiB, 0.64 more than without."""
+    arguments = ["--model.name=llama3", "--model.flavor=8B", "--model.overrides={n_layers=8, vocab_size=512}"]
+    arguments += ["--training.seq_len=2048", "--training.local_batch_size=1", "--activation_checkpoint.mode=full"]
+    usual, one, three = (
+        predict_memory(ResolvedJob(load([*arguments, f"--parallelism.fsdp_prefetch={blocks}"]), 8, "cuda")).total
+        / 2**30
+        for blocks in (0, 1, 3)
+    )
+    assert one == usual and three == pytest.approx(5.93, rel=0.04)
+
+
 def test_a_gpu_reserves_more_than_its_tensors():
     (ranks, arguments), *_ = memory_plans(1, 1, DENSE)
     prediction = predict_memory(ResolvedJob(load(arguments), ranks), load_hardware("h100-80"))

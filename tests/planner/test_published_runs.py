@@ -55,6 +55,16 @@ def test_no_source_is_predicted_too_fast_or_too_slow(script, published):
     assert all(abs(statistics.median(published[index].error for index in indices)) <= 0.05 for indices in groups)
 
 
+def test_errors_do_not_depend_on_the_length_of_samples(published):
+    """From 512 to 32,768 tokens: with them attention's share of a step grows."""
+    by_length = collections.defaultdict(list)
+    for run in published:
+        by_length[run.hardware.chip, run.workload.seq_len].append(run.error)
+    medians = {key: statistics.median(by_length[key]) for key in by_length if len(by_length[key]) >= 3}
+    assert {length for chip, length in medians if chip == "a100"} >= {512, 2048, 8192, 32768}
+    assert max(map(abs, medians.values())) <= 0.04
+
+
 @pytest.mark.parametrize(("model", "loss"), [("30b", -0.038), ("7b", -0.091), ("1b", -0.097)])
 def test_more_gpus_are_slower_as_published(published, model, loss):
     """From 128 to 512 GPUs. `loss`: the published median over batches and lengths."""

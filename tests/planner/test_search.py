@@ -28,6 +28,7 @@ from torchtitan.planner.memory.rank_sizes import RankSizes
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.search import Limits, Result, Search
 from torchtitan.planner.time import measured_runs
+from torchtitan.planner.time.block_kernels import rounded
 from torchtitan.planner.time.measured_runs import MeasuredRun
 from torchtitan.planner.time.messages import Calibration, MessageTime
 from torchtitan.planner.time.step_time import StepTimer
@@ -212,14 +213,52 @@ def test_larger_jobs_are_slower_and_beyond_the_rows_extrapolated():
 
 
 def test_float8_moves_the_values_that_it_rounds():
-    """Inputs and gradients of outputs once, weights three times, 4 bytes each."""
-    workload = dataclasses.replace(Workload.of(resolved("llama3_8b"), 1), dtype="float8")
-    timer, sizes = StepTimer(workload, H100), workload.kinds[0]
-    rounded = timer._rounded(Plan(), sizes, 8192, 8192)
-    values = sum(8192 * (outputs + inputs) + 3 * outputs * inputs for outputs, inputs in sizes.values())
-    assert rounded == pytest.approx(4 * values / 3)
-    assert timer._rounded(Plan(tp=8), sizes, 8192, 1024) < rounded / 2
-    assert StepTimer(dataclasses.replace(workload, dtype="bfloat16"), H100)._rounded(Plan(), sizes, 8192, 8192) == 0
+    """Inputs and weights for two products, 5 bytes each; gradients of outputs once, and they are transposed."""
+    workload = Workload.of(resolved("llama3_8b", "--training.float8=tensorwise"), 1)
+    moved = rounded(workload, Plan(), 0, 8192, 8192)
+    linears = workload.kinds[0].values()
+    values = sum(8192 * (7 * outputs + 10 * inputs) + 10 * outputs * inputs for outputs, inputs in linears)
+    assert moved == pytest.approx((values / 3, 11 * 7 / 3))
+    assert rounded(workload, Plan(tp=8), 0, 8192, 1024).size < moved.size / 2
+    assert rounded(Workload.of(resolved("llama3_8b"), 1), Plan(), 0, 8192, 8192) == (0, 0)
+
+
+def test_only_products_that_are_in_float8_get_its_speed():
+    """The head and experts are not, nor are excluded linears and those with odd sizes; routers are in float32."""
+    float8, sizes = "--training.float8=tensorwise", "--model.overrides={n_layers = 4, multiple_of = 1000}"
+    job = resolved("llama3_8b", sizes, float8, '--training.float8_exclude=["layers.0.*","*.wk"]')
+    timer = StepTimer(Workload.of(job, 1), H100)
+    (shares,) = timer.workload.float8_shares
+    assert shares["attention.wq"] == 0.75 and shares["attention.wk"] == shares["feed_forward.w1"] == 0
+    plain = StepTimer(Workload.of(resolved("llama3_8b", sizes), 1), H100)
+    assert timer.head(Plan()) == plain.head(Plan())
+    wq = plain._product(8192, 4096, 4096), timer._product(8192, 4096, 4096, dtype="float8")
+    saved = plain._linears(Plan(), 0, 8192, 8192) - timer._linears(Plan(), 0, 8192, 8192)
+    others = 0.75 * 2 * (wq[0] - wq[1])  # wq and wo
+    assert saved - others == pytest.approx(
+        0.75 * (plain._product(8192, 1024, 4096) - timer._product(8192, 1024, 4096, dtype="float8"))
+    )
+    experts = StepTimer(Workload.of(resolved("deepseek_671b", float8, "--compile.enable=false"), 8), H100)
+    assert experts.workload.float8_shares[-1]["moe.experts"] == 0
+    assert experts.workload.float8_shares[-1]["moe.shared_experts.w1"] == 1
+
+
+def test_a_kernel_takes_the_time_to_start_it():
+    """8 MB at the bandwidth that large kernels reach, in addition to its bytes."""
+    timer = StepTimer(Workload.of(resolved("llama3_8b"), 8), H100)
+    half, reached = H100.memory_bound.half[0], H100.memory_bandwidth * H100.memory_bound.most
+    assert timer._moved(1e9, 50) == pytest.approx((1e9 + 50 * half) / reached)
+    assert timer._moved(1e9) == timer._moved(1e9, 1) == timer._moved(1e9, 0.5)
+
+
+def test_one_rank_casts_weights_and_gradients():
+    """Of float32 weights that are computed in bfloat16, all but the embedding, in each pass."""
+    timer = StepTimer(Workload.of(resolved("llama3_8b"), 8), H100)
+    weights = timer.rank_weights(Plan(passes=8))
+    assert timer._cast(Plan(passes=8), weights) == timer._moved(12 * (weights.dense - 128256 * 4096))
+    assert timer._cast(Plan(shards=8), weights) == 0
+    memory = [timer.step_time(plan).parts["memory"] for plan in (Plan(passes=8), Plan(shards=8))]
+    assert memory[0] - 8 * memory[1] == pytest.approx(8 * timer._cast(Plan(passes=8), weights))
 
 
 def test_fitted_factors_are_recovered():

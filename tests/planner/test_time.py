@@ -15,13 +15,14 @@ from torchtitan.config import manager
 from torchtitan.core.errors import JobError
 from torchtitan.core.hardware import Curve, Curves, MeasuredCollective, MeasuredCollectives, load_hardware
 from torchtitan.job import ResolvedJob
-from torchtitan.models.sizes import NORMS
+from torchtitan.models.sizes import POST_NORMS
 from torchtitan.parallelisms.fsdp_messages import BLOCK, PIECE, block_bytes
 from torchtitan.planner import answer, estimate, rehearsal
 from torchtitan.planner.memory.closed_form import MemoryPrediction
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.search import Candidate, PipelineTimer
 from torchtitan.planner.time import measured_hardware, measured_runs
+from torchtitan.planner.time.block_kernels import elementwise
 from torchtitan.planner.time.messages import Calibration, Parts, WeightCounts
 from torchtitan.planner.time.step_time import StepTimer
 
@@ -275,10 +276,11 @@ def test_tensor_parallel_ranks_sum_the_gradients_of_experts_that_none_of_them_sp
 def test_norms_after_attention_and_feed_forward_move_their_bytes_too(monkeypatch):
     """Each of the two reads and writes the hidden states of the rank."""
     workload = Workload.of(ResolvedJob(manager.load(["--model.name=gemma3", "--model.tokenizer_path=bytes"])), 16)
-    times, args = StepTimer(workload, CPU, Calibration()), workload.args
-    with_both = times._elementwise(Plan(), args.block_linears(0), 100, 100)
-    monkeypatch.setattr(type(args), "block_others", lambda self, layer: NORMS)
-    assert with_both - times._elementwise(Plan(), args.block_linears(0), 100, 100) == 2 * 2 * args.dim * 100 * 2
+    args, post_norms = workload.args, {*POST_NORMS} & {*workload.args.block_others(0)}
+    others = [name for name in args.block_others(0) if name not in post_norms]
+    with_both = elementwise(workload, Plan(), 0, 100, 100).size
+    monkeypatch.setattr(type(args), "block_others", lambda self, layer: others)
+    assert with_both - elementwise(workload, Plan(), 0, 100, 100).size == pytest.approx(2 * 2 * args.dim * 100 * 2)
 
 
 def test_replicas_on_a_cpu_add_their_sums_and_pipelines_their_gathers():

@@ -11,9 +11,11 @@ from torchtitan.planner.fake_cuda import device, kernels  # first: see there
 
 import torch  # isort: skip
 import torch.distributed as dist
+import torch.nn.functional as F
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 from torch.nn.attention import current_flash_attention_impl, register_flash_attention_impl
+from torch.utils.flop_counter import flop_registry
 
 from torchtitan.config import manager
 from torchtitan.job import ResolvedJob
@@ -130,15 +132,55 @@ def _costs(model: ParallelModel, work: Callable[[], None]) -> dict[str, Any]:
 def costs_with_fused_kernels(argv: list[str], rank: int, world_size: int) -> dict[str, Any]:
     """Return `costs` with attention and norms as the single kernels that a real GPU has for them."""
     use_fused_norms()
-    torch.nn.functional.scaled_dot_product_attention = _flash
+    F.scaled_dot_product_attention = _flash
     return costs(argv, rank, world_size)
 
 
 def _flash(
     q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: None = None, *, is_causal: bool, **_: Any
 ) -> torch.Tensor:
+    """Attend with values padded to the width of the keys, which this kernel needs."""
     assert mask is None
-    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0]
+    width = v.shape[-1]
+    v = v if width == k.shape[-1] else F.pad(v, (0, k.shape[-1] - width))
+    return torch.ops.aten._scaled_dot_product_flash_attention(q, k, v, 0.0, is_causal)[0][..., :width]
+
+
+class _SiluKernel(torch.autograd.Function):
+    """silu of x [..., F], which reads, writes and saves what torch's kernels do."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return torch.add(grad, *ctx.saved_tensors)
+
+
+class _MemoryBound(kernels.Kernels):
+    """Counts kernels that compute neither products nor attention."""
+
+    multiplies = False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.multiplies = func._overloadpacket in flop_registry or "grouped_mm" in func.name()
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def add(self, place: str, size: int, seconds: float) -> None:
+        if not self.multiplies:
+            super().add(place, size, seconds)
+        self.multiplies = False
+
+
+def memory_bound_costs(argv: list[str], rank: int, world_size: int) -> tuple[int, int]:
+    """Return kernels and bytes of forward and backward without products and attention. Norms and silu are kernels."""
+    use_fused_norms()
+    F.scaled_dot_product_attention, F.silu = _flash, _SiluKernel.apply
+    with built(argv, rank, world_size) as (model, _, batch), _MemoryBound() as counter:
+        model.forward_backward(batch, VALID_TOKENS)
+    return counter.by_place["kernels"].total(), counter.by_place["bytes"].total()
 
 
 def flash_attention(argv: list[str], rank: int, world_size: int) -> list[str | None]:

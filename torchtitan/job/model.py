@@ -60,6 +60,10 @@ class JobModel:
         """The model's sizes with the job's overrides. Raises LimitError for a wrong one, and as `sizes` does."""
         return checked_sizes(self.model.name, self.sizes, self.model.overrides)
 
+    def share_sizes(self, other: "JobModel") -> None:
+        """Take over what has been derived from the section `model`, which both have."""
+        self.__dict__.update({name: other.__dict__[name] for name in ("sizes", "args") if name in other.__dict__})
+
     def args_for_weights(self, weights: str | Path) -> Any:
         """Return the sizes to read foreign weights with."""
         return self.converter.args_for_weights(weights, self.args, self.model.overrides)

@@ -92,10 +92,17 @@ class ResolvedJob:
 
     def on_ranks(self, world_size: int, device_type: str | None = None) -> "ResolvedJob":
         """Return the job on this number of ranks, each with a device of this type (default: unchanged)."""
-        return ResolvedJob(self.config, world_size, device_type or self.device_type)
+        return self._sharing_sizes(ResolvedJob(self.config, world_size, device_type or self.device_type))
 
     def _with(self, **sections: Any) -> "ResolvedJob":
-        return dataclasses.replace(self, config=dataclasses.replace(self.config, **sections))
+        config = dataclasses.replace(self.config, **sections)
+        return self._sharing_sizes(dataclasses.replace(self, config=config))
+
+    def _sharing_sizes(self, job: "ResolvedJob") -> "ResolvedJob":
+        """Return `job` with the sizes of this one, if both have the same section [model]: they take long to check."""
+        if "model" in self.__dict__ and job.config.model is self.config.model:
+            job.model.share_sizes(self.model)
+        return job
 
     def ending_at(self, last_step_of_data: int | None) -> "ResolvedJob":
         """Return the job with its final number of steps, see `with_end`."""

@@ -21,7 +21,7 @@ from torchtitan.parallelisms.degrees import NEEDS_DEGREE, expert_shards
 from torchtitan.parallelisms.fsdp_messages import BITS, BLOCK, block_bytes
 from torchtitan.parallelisms.pipeline.cut import schedule_traits, split_layers, stages_of_rank
 from torchtitan.planner.frozen_base import BYTES, FrozenBase, adapter_obstacle
-from torchtitan.planner.memory.rank_layout import float8_weights
+from torchtitan.planner.memory.rank_layout import float8_weights, multiplies_in_float8
 from torchtitan.planner.memory.rank_weights import is_split, size_of_other
 
 Changes = dict[str, Any]
@@ -74,7 +74,11 @@ class Workload:
     stored_bytes: int
     """Bytes of a stored parameter."""
     dtype: str
-    """Type of the products' factors, a field of `Peak` in core/hardware.py."""
+    """Type of the factors of products, a field of `Peak` in core/hardware.py; float8 for those of `float8_shares`."""
+    float8_exclude: tuple[str, ...] = ()
+    """training.float8_exclude."""
+    rounds_rows: bool = False
+    """True if float8 has a scale for each row and column, and so rounds gradients of outputs twice."""
     ends: tuple[int, int] = (1, 1)
     """Layers that the first and last stage of a pipeline have less than others."""
     reshard: str | int = "default"
@@ -114,6 +118,8 @@ class Workload:
             compute_bytes=BYTES[computes],
             stored_bytes=BYTES[training.dtype],
             dtype="float8" if training.float8 != "none" else computes,
+            float8_exclude=tuple(training.float8_exclude),
+            rounds_rows=training.float8 == "rowwise",
             ends=layout.end_costs,
             reshard=degrees.fsdp_reshard_after_forward,
             gather_bits=BITS[degrees.fsdp_quantized_gather],
@@ -173,6 +179,27 @@ class Workload:
     @cached_property
     def kind_of_layer(self) -> list[int]:
         return [self.kinds.index(self.args.block_linears(layer)) for layer in range(self.args.n_layers)]
+
+    @cached_property
+    def float8_shares(self) -> list[dict[str, float]]:
+        """The share of the blocks of each kind in which a linear multiplies in float8, by the linear's name."""
+        shares: list[dict[str, float]] = []
+        for kind, sizes in enumerate(self.kinds):
+            layers = [layer for layer, of_layer in enumerate(self.kind_of_layer) if of_layer == kind]
+            shares.append(
+                {
+                    name: sum(multiplies_in_float8(f"layers.{n}.{name}", size, self.float8_exclude) for n in layers)
+                    / len(layers)
+                    for name, size in sizes.items()
+                    if self.dtype == "float8"
+                }
+            )
+        return shares
+
+    @property
+    def compute_dtype(self) -> str:
+        """Type of the factors of products that are not in float8."""
+        return "bfloat16" if self.compute_bytes == BYTES["bfloat16"] else "float32"
 
     @cached_property
     def partial_others(self) -> list[list[float]]:

@@ -420,8 +420,17 @@ class _Frontier:
         """Return whether the plan fits with any schedule and any number of chunks of the loss."""
         leanest = replace(self.space.leanest(plan), async_tp=False, compiled=False)
         if leanest not in self._lean:
-            self._lean[leanest] = any(map(self._fits, self.space.with_loss_chunks(leanest)))
+            self._lean[leanest] = self._fits_in_chunks(leanest)
         return self._lean[leanest]
+
+    def _fits_in_chunks(self, plan: Plan) -> bool:
+        """Return whether the plan fits with any number of chunks of the loss, which matters if the peak has logits."""
+        for chunked in self.space.with_loss_chunks(plan):
+            if self._fits(chunked):
+                return True
+            if not self.search.memory(chunked).logits:
+                return False
+        return False
 
     def _vary(self, layout: Plan) -> None:
         """Queue a layout's variants that fit, if any does with full recompute, which needs the least memory."""

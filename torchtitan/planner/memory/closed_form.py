@@ -218,8 +218,10 @@ def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
             gradients=sizes.earlier_gradients,
         )
     # bytes are linear in the number of earlier blocks between these
-    for earlier_blocks in sorted({0, min(1, last_layer), max(0, last_layer - 1), last_layer}):
-        stays = blocks * earlier_blocks / len(sizes.layers) + buffer * (earlier_blocks > 0)
+    prefetched = max(1, sizes.layout.parallelism.fsdp_prefetch)
+    numbers = {0, *(min(number, last_layer) for number in (1, prefetched)), max(0, last_layer - 1), last_layer}
+    for earlier_blocks in sorted(numbers):
+        stays = blocks * earlier_blocks / len(sizes.layers) + buffer * min(prefetched, earlier_blocks)
         yield from _backward_of_block(sizes, earlier_blocks, stays)
     reduced = sizes.gradients - sizes.embedding_gradients
     yield _sizes(
@@ -237,7 +239,7 @@ def _without_pipeline(sizes: RankSizes) -> Iterator[Bytes]:
 def _backward_of_block(sizes: RankSizes, earlier_blocks: int, gathered: float) -> Iterator[Bytes]:
     """Yield bytes of the backward of the block after `earlier_blocks` others, and of the reduction of its gradients.
 
-    `gathered`: bytes of the gathered parameters of earlier blocks: of the next one in backward, or of all that stay.
+    `gathered`: bytes of the gathered parameters of earlier blocks: of the next ones in backward, or of all that stay.
     """
     reduced = sizes.gradients_after(earlier_blocks)
     state = _sizes(

@@ -88,6 +88,15 @@ def _spans(counts: tuple[int, ...]) -> list[list[int]]:
     return [list(range(end - count, end)) for count, end in zip(counts, ends, strict=True)]
 
 
+def multiplies_in_float8(name: str, sizes: tuple[int, int], exclude: Sequence[str]) -> bool:
+    """Return whether training.float8 makes a linear of a block multiply in float8, as models/layers.py decides.
+
+    `name`: "layers.0.attention.wq". `sizes`: outputs and inputs. `exclude`: training.float8_exclude.
+    """
+    fits = not name.endswith(STACK) and all(size % FLOAT8_MULTIPLE == 0 for size in sizes)
+    return fits and not any(fnmatchcase(name, pattern) for pattern in exclude)
+
+
 @cache
 def kinds_of_layers(args: Any) -> list[int]:
     """Return for each layer of a model the first one with the same parameters."""
@@ -98,19 +107,17 @@ def kinds_of_layers(args: Any) -> list[int]:
 def float8_weights(layout: JobLayout, args: Any, layer: int) -> int:
     """Return the number of a layer's weights that FSDP gathers in 8 bits.
 
-    These are of the linears that models/layers.py converts. Shards that do not divide their rows are left out.
+    Shards that do not divide their rows are left out.
     """
     options, in_int8 = layout.training, layout.parallelism.fsdp_quantized_gather == "int8"
     reshard = resharding(layout.parallelism.fsdp_reshard_after_forward, layout.pp)
     if options.float8 != "tensorwise" or not may_gather_float8(reshard, options.enable_cpu_offload, in_int8):
         return 0
-    weights = 0
-    for name, (outputs, inputs) in args.block_linears(layer).items():
-        excluded = any(fnmatchcase(f"layers.{layer}.{name}", pattern) for pattern in options.float8_exclude)
-        fits = outputs % FLOAT8_MULTIPLE == 0 and inputs % FLOAT8_MULTIPLE == 0
-        if name != STACK and fits and not excluded:
-            weights += outputs * inputs
-    return weights
+    return sum(
+        sizes[0] * sizes[1]
+        for name, sizes in args.block_linears(layer).items()
+        if multiplies_in_float8(f"layers.{layer}.{name}", sizes, options.float8_exclude)
+    )
 
 
 @dataclass(frozen=True)

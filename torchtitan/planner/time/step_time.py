@@ -21,10 +21,11 @@ from itertools import accumulate
 from math import log2
 
 from torchtitan.core.hardware import Curve, Hardware
-from torchtitan.models.sizes import POST_NORMS, STACK, Sizes, split_side
+from torchtitan.models.sizes import STACK, Sizes, split_side
 from torchtitan.parallelisms.fsdp_messages import resharding
 from torchtitan.parallelisms.pipeline.cut import schedule_traits
 from torchtitan.planner.plan import Plan, Workload
+from torchtitan.planner.time.block_kernels import elementwise, rounded
 from torchtitan.planner.time.messages import (
     BlockTime,
     Calibration,
@@ -47,8 +48,6 @@ UNPUBLISHED_SPREAD = 0.40
 """Relative error of a step's time without a published row like it. Assumed."""
 STRAGGLING = 0.01
 """Share of a step that each doubling of the machines adds."""
-FLOAT8_BYTES = 4
-"""Bytes moved for each value that is rounded to float8: read in bfloat16, and written for two layouts."""
 ACTION_SECONDS = 1.5e-3
 """What an action of a pipeline's runtime takes on a CPU (docs/benchmarks.md). A GPU computes meanwhile."""
 OPTIMIZER_PASSES = 7
@@ -84,14 +83,18 @@ class StepTimer:
 
     # Computation
 
-    def _product(self, m: float, n: float, k: float, count: float = 1.0) -> float:
-        """Return the seconds of `count` products [m, k] x [k, n]."""
-        peak = getattr(self.hardware.peak, self.workload.dtype) or self.hardware.peak.bfloat16
-        curve = self._curve("products", self.workload.dtype == "float32")
-        factor = self._computed("products") * (
-            self.calibration.factor("float8") if self.workload.dtype == "float8" else 1
-        )
+    def _product(self, m: float, n: float, k: float, count: float = 1.0, dtype: str = "") -> float:
+        """Return the seconds of `count` products [m, k] x [k, n]. `dtype`: other than `Workload.compute_dtype`."""
+        dtype = dtype or self.workload.compute_dtype
+        peak = getattr(self.hardware.peak, dtype) or self.hardware.peak.bfloat16
+        curve = self._curve("products", dtype == "float32")
+        factor = self._computed("products") * (self.calibration.factor("float8") if dtype == "float8" else 1)
         return factor * count * 2 * m * n * k / (peak * curve.share(m, n, k))
+
+    def _linear(self, m: float, n: float, k: float, float8_share: float) -> float:
+        """Return the mean seconds of a product [m, k] x [k, n] if this share of them is in float8."""
+        in_float8 = float8_share * self._product(m, n, k, dtype="float8") if float8_share else 0.0
+        return in_float8 + (1 - float8_share) * self._product(m, n, k)
 
     def _attention(self, plan: Plan, tokens: float) -> float:
         """Return the seconds of attention's two products in forward."""
@@ -102,27 +105,28 @@ class StepTimer:
         curve = self._curve("attention", self.workload.compute_bytes == 4)
         return self._computed("attention") * flops / (peak * curve.share(keys))
 
-    def _moved(self, size: float) -> float:
-        """Return the seconds to move bytes of memory in kernels that compute little."""
+    def _moved(self, size: float, kernels: float = 1.0) -> float:
+        """Return the seconds to move bytes of memory in kernels of equal sizes that compute little."""
         if size <= 0:
             return 0.0
-        curve = self.hardware.memory_bound
-        return self.calibration.factor("memory") * size / (self.hardware.memory_bandwidth * curve.share(size))
+        share = self.hardware.memory_bound.share(size / max(1.0, kernels))
+        return self.calibration.factor("memory") * size / (self.hardware.memory_bandwidth * share)
 
-    def _linears(self, plan: Plan, sizes: Sizes, tokens: float, local_tokens: float) -> float:
-        """Return the seconds of a block's products in forward."""
-        args, seconds = self.workload.args, 0.0
-        for name, (outputs, inputs) in sizes.items():
-            side = split_side(name)
+    def _linears(self, plan: Plan, kind: int, tokens: float, local_tokens: float) -> float:
+        """Return the seconds of a block's products in forward. Routers compute in float32 (models/moe/router.py)."""
+        args, seconds, in_float8 = self.workload.args, 0.0, self.workload.float8_shares[kind]
+        for name, (outputs, inputs) in self.workload.kinds[kind].items():
+            side, share = split_side(name), in_float8.get(name, 0.0)
             if name == STACK:
                 rows = local_tokens * args.top_k
                 experts = args.n_experts / plan.ep
                 seconds += self._product(max(1.0, rows / experts), outputs, inputs, 3 * min(experts, rows))
+                seconds += self._product(local_tokens, args.n_experts, args.dim, dtype="float32")
             elif side is None:
-                seconds += self._product(local_tokens, outputs, inputs)
+                seconds += self._linear(local_tokens, outputs, inputs, share)
             else:
                 n, k = (outputs / plan.tp, inputs) if side == 0 else (outputs, inputs / plan.tp)
-                seconds += self._product(tokens, n, k)
+                seconds += self._linear(tokens, n, k, share)
         return seconds
 
     def _low_rank(self, plan: Plan, sizes: Sizes, tokens: float) -> tuple[float, float, float]:
@@ -139,38 +143,6 @@ class StepTimer:
         frozen = base.frozen(sizes, plan.tp, 0.0)
         packed = frozen.stored if frozen.unpacked else 0.0  # read once, and written in the type of the products
         return seconds, b * values, packed + frozen.unpacked
-
-    def _elementwise(self, plan: Plan, sizes: Sizes, tokens: float, local_tokens: float) -> float:
-        """Return the bytes that a block's norms, residuals, rotations and gates move in eager forward."""
-        args, b = self.workload.args, self.workload.compute_bytes
-        heads = (args.n_heads + getattr(args, "num_kv_heads", args.n_heads)) / plan.tp
-        head_dim = getattr(args, "head_dim", 0) or args.qk_head_dim
-        post_norms = len({*POST_NORMS} & {*args.block_others(0)})
-        values = (10 + 2 * post_norms) * args.dim * local_tokens + 8 * heads * head_dim * tokens
-        if STACK in sizes:
-            rows = local_tokens * args.top_k
-            values += rows * (8 * args.dim + 5 * args.expert_dim)
-        else:
-            width = sizes.get("feed_forward.w1", (4 * args.dim, 0))[0] / plan.tp
-            values += (5 if "feed_forward.w3" in sizes else 2) * width * tokens
-        return b * values
-
-    def _rounded(self, plan: Plan, sizes: Sizes, tokens: float, local_tokens: float) -> float:
-        """Return the bytes that are moved to round the factors of a block's products to float8, in forward.
-
-        Inputs and gradients of outputs are rounded once in a step, and weights once in each of the three products.
-        """
-        if self.workload.dtype != "float8":
-            return 0.0
-        values = 0.0
-        for name, (outputs, inputs) in sizes.items():
-            side = split_side(name)
-            if name == STACK:
-                values += 3 * local_tokens * self.workload.args.top_k * (outputs + inputs)
-                continue
-            n, k = outputs / (plan.tp if side == 0 else 1), inputs / (plan.tp if side not in (0, None) else 1)
-            values += tokens * (n + k) + 3 * outputs * inputs / plan.tp
-        return FLOAT8_BYTES * values / 3
 
     # Blocks, stages
 
@@ -205,16 +177,17 @@ class StepTimer:
         tokens = plan.microbatch * self.workload.seq_len / plan.cp
         local_tokens = self.workload.local_tokens(plan)
         slowdown = self.hardware.slowdown(plan.gpus)
-        products = weight_grad = slowdown * self._linears(plan, sizes, tokens, local_tokens)
+        products = weight_grad = slowdown * self._linears(plan, kind, tokens, local_tokens)
         low_rank, added_size, unpacked_size = self._low_rank(plan, sizes, tokens)
         if self.workload.base is not None:
             weight_grad = slowdown * low_rank
             products += weight_grad
         attention = slowdown * self._attention(plan, tokens)
         passes = COMPILED_PASSES if plan.compiled else EAGER_PASSES
-        size = passes * self._elementwise(plan, sizes, tokens, local_tokens) + added_size
+        size, kernels = elementwise(self.workload, plan, kind, tokens, local_tokens)
+        rounded_size, roundings = rounded(self.workload, plan, kind, tokens, local_tokens)
         unpacked = slowdown * self._moved(unpacked_size)
-        moved = slowdown * self._moved(size + self._rounded(plan, sizes, tokens, local_tokens))
+        moved = slowdown * self._moved(passes * size + added_size + rounded_size, passes * kernels + roundings)
         forward = products + attention + moved + unpacked
         cheap = moved + unpacked
         replay = {"op": cheap, "memory_budget": cheap, "half": cheap + products / 2}.get(
@@ -379,7 +352,7 @@ class StepTimer:
     def finished(self, plan: Plan, parts: Parts, with_fsdp: bool = True, simulated: bool = False) -> StepTime:
         """Return the time of a step by the parts of a batch, with FSDP, gradients of replicas and the optimizer."""
         weights = self.rank_weights(plan)
-        of_batch = {"memory": parts["memory"] + self._accumulated(plan, weights)}
+        of_batch = {"memory": parts["memory"] + self._accumulated(plan, weights) + self._cast(plan, weights)}
         of_batch["tp"] = parts["tp"] + self.messages.exposed_of_tp(self.messages.sum_partial_gradients(plan, weights))
         parts = Parts({name: seconds * plan.passes for name, seconds in (parts | of_batch).items()})
         local = self.stored(plan, weights)
@@ -463,6 +436,17 @@ class StepTimer:
         sums = plan.microbatches - 1 if plan.pp > 1 else int(self.workload.gathers_once)
         added = sums * self._moved(size * (weights.dense + weights.experts)) if sums else 0.0
         return self.hardware.slowdown(plan.gpus) * added
+
+    def _cast(self, plan: Plan, weights: WeightCounts) -> float:
+        """Return the seconds to cast weights to the type of the computation and their gradients back, on one rank.
+
+        FSDP casts shards alone. The embedding is read in its own type.
+        """
+        stored, computed = self.workload.stored_bytes, self.workload.compute_bytes
+        if plan.gpus > 1 or stored == computed or self.workload.base is not None:
+            return 0.0
+        cast = weights.dense + weights.experts - self.workload.embedding_size * (weights.ends > 1)
+        return self.hardware.slowdown(plan.gpus) * self._moved(2 * (stored + computed) * cast)
 
     def _fsdp(self, plan: Plan, weights: WeightCounts, computed: float) -> float:
         """Return the seconds of gathers and reductions that computation does not hide."""
