@@ -46,13 +46,14 @@ from torchtitan.datasets.loader import LoaderOptions, WeightedSource, build_load
 from torchtitan.datasets.token_shards import ShardWriter, TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.job import ResolvedJob
+from torchtitan.losses.objective import choose
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.process.ranks import Ranks
 from torchtitan.training.trainer import Trainer
 
 SEQ_LEN, BATCH = 256, 4
 THREADS = 1
-ON_HOST = ("count", "_chosen", "not_finite")
+ON_HOST = ("count", choose.__name__, "not_finite")
 """Functions of the trainer that read values on the host: labels before the transfer; labels again, to leave out tokens
 without one, and the norm on a CPU only."""
 
