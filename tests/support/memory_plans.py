@@ -27,7 +27,7 @@ FAMILIES = (
     *(("glm4", "9B"), ("glm4_moe", "106B-A12B"), ("gpt2", "1558M"), ("gpt_oss", "20B"), ("granite", "8B")),
     *(("mistral", "Nemo-12B"), ("mixtral", "8x7B"), ("olmo2", "7B"), ("olmo3", "7B"), ("opt", "6.7B")),
     *(("phi3", "mini-4k"), ("phi4", "14B"), ("qwen2", "7B"), ("qwen2_moe", "57B-A14B"), ("seed_oss", "36B")),
-    ("smollm3", "3B"),
+    *(("smollm3", "3B"), ("phi", "2.7B"), ("stablelm", "2-12B"), ("falcon", "40B"), ("glm4_moe_lite", "30B-A3B")),
 )
 """Models of all families that the formula describes."""
 SMALL_MODELS = tuple((family, "debugmodel") for family in ("llama3", "qwen3", "qwen3_moe", "deepseek"))
