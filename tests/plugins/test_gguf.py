@@ -485,15 +485,32 @@ def test_models_that_llama_cpp_computes_differently_are_refused_before_anything_
         ("falcon_h1", {"mamba_norm_before_gate": True}, "mamba_norm_before_gate = True; allowed: False"),
         ("falcon_h1", {"projectors_bias": True}, "projectors_bias = True; allowed: False"),
         ("falcon_h1", {"mamba_conv_bias": False}, "mamba_conv_bias = False; allowed: True"),
+        ("falcon_h1", {"tie_word_embeddings": True, "lm_head_multiplier": 0.5}, "tie_word_embeddings = True; allowed"),
+        ("qwen3_next", {"norm_topk_prob": False}, "norm_topk_prob = False; allowed: True"),
         ("seed_oss", {"mlp_bias": True}, "mlp_bias = True; allowed: False"),
         ("deepseek", {"q_lora_rank": None}, "num_hidden_layers = 2; allowed: 27"),
     ):
         _, _, of_family = write_folder(tmp_path / family, family)
         assert message in refused(**json.loads(of_family["config.json"]) | changes)
+    _, _, growing = write_folder(tmp_path / "growing", "ministral3")
+    config = json.loads(growing["config.json"])
+    rope = config["rope_parameters"]
+    config["rope_parameters"] = rope | {"attention_factor": 1.5}
+    with pytest.raises(JobError, match="attention_factor = 1.5, set or by mscale and mscale_all_dim; allowed: 1, as"):
+        GGUFExport(growing | {"config.json": json.dumps(config).encode()}, job.tokenizer())
+    kept = ("original_max_position_embeddings", "llama_4_scaling_beta", "rope_theta")
+    config["rope_parameters"] = {key: rope[key] for key in kept} | {"rope_type": "default"}
+    fields = GGUFExport(growing | {"config.json": json.dumps(config).encode()}, job.tokenizer()).fields
+    assert fields["rope_scaling_orig_ctx_len"] == 32 and "rope_scaling_yarn_log_mul" not in fields
     _, _, latent = write_folder(tmp_path / "latent", "deepseek")
     latent = json.loads(latent["config.json"])
     kimi = latent | {"rope_scaling": latent["rope_scaling"] | {"beta_fast": 1.0}}
     assert "rope_scaling = {" in (error := refused(**kimi)) and "'beta_fast': 32.0" in error
+    yarn = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 4096}
+    for rope in (yarn | {"attention_factor": 1.0}, yarn | {"mscale": 1.0, "mscale_all_dim": 1.0}):
+        assert "attention_factor = 1, set or by mscale and mscale_all_dim; allowed: 1.13863" in refused(
+            model_type="qwen3", rope_scaling=rope
+        )
     longrope = {"rope_type": "longrope", "short_factor": [1.0], "long_factor": [2.0], "factor": 2.0}
     assert "rope_scaling of the kind longrope; allowed: none" in refused(rope_scaling=longrope)
     linear = {"rope_type": "linear", "factor": 2.0}

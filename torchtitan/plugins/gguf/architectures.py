@@ -30,8 +30,9 @@ class Architecture:
     `parts`: what becomes of a tensor of the folder (layouts.py). `only`: keys of config.json and the one value that it
     has; `only_by`: the same, if that follows from other keys. `fields`: further metadata, names of the writer's `add_`
     functions, and their keys of config.json; `fields_of`: the same, with values that follow from keys. `scalings`:
-    kinds of rotary scaling. `window`: what becomes of sliding_window, metadata ("field"), the longest context, or
-    nothing. `aliases`: usual keys, and those that stand for them here.
+    kinds of rotary scaling, of which YaRN's factor of rotated features is 1 with rope_scaling_yarn_log_mul, else the
+    usual one. `window`: what becomes of sliding_window, metadata ("field"), the longest context, or nothing. `aliases`:
+    usual keys, and those that stand for them here.
     """
 
     name: str
@@ -112,8 +113,11 @@ def _deepseek(config: Config) -> Config:
 
 
 def _ministral(config: Config) -> Config:
+    """Return the growth of queries, whose period is the length before the scaling, with or without YaRN."""
     rope = config["rope_parameters"]
-    return {"rope_scaling_yarn_log_mul": 1.0, "attn_temperature_scale": rope["llama_4_scaling_beta"]}
+    fields = {"attn_temperature_scale": rope["llama_4_scaling_beta"]}
+    fields["rope_scaling_orig_ctx_len"] = rope["original_max_position_embeddings"]
+    return fields | ({"rope_scaling_yarn_log_mul": 1.0} if rope["rope_type"] == "yarn" else {})
 
 
 _DELTA = {"ssm_conv_kernel": "linear_conv_kernel_dim", "ssm_state_size": "linear_key_head_dim"}
@@ -123,6 +127,14 @@ _SSM = {"ssm_conv_kernel": "mamba_d_conv", "ssm_state_size": "mamba_d_state", "s
 _FALCON = dict.fromkeys(("mamba_norm_before_gate", "mamba_proj_bias", "projectors_bias"), False)
 _FALCON |= {"mamba_conv_bias": True}
 _SSM |= {"ssm_group_count": "mamba_n_groups", "ssm_time_step_rank": "mamba_n_heads"}
+
+
+def _falcon_h1(config: Config) -> Config:
+    """Factors are in the weights, so that one matrix cannot have those of the embedding and of the head."""
+    alike = config["embedding_multiplier"] == config["lm_head_multiplier"]
+    return {} if alike else {"tie_word_embeddings": False}
+
+
 _GPT2 = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 _GPT2 |= {"num_key_value_heads": "n_head", "max_position_embeddings": "n_positions"}
 
@@ -193,10 +205,16 @@ ARCHITECTURES = {
         )
         for model_type in ("deepseek_v2", "deepseek_v3", "kimi_k2")
     },
-    "qwen3_next": Architecture("qwen3next", parts=delta_net, fields=_DELTA_EXPERTS, fields_of=_delta_net),
+    "qwen3_next": Architecture(
+        "qwen3next",
+        parts=delta_net,
+        only={"norm_topk_prob": True},
+        fields=_DELTA_EXPERTS,
+        fields_of=_delta_net,
+    ),
     "qwen3_5_text": Architecture("qwen35", parts=delta_net, fields=_DELTA, fields_of=_delta_net),
     "qwen3_5_moe_text": Architecture("qwen35moe", parts=delta_net, fields=_DELTA_EXPERTS, fields_of=_delta_net),
-    "falcon_h1": Architecture("falcon-h1", parts=falcon_h1, only=_NO_BIASES | _FALCON, fields=_SSM),
+    "falcon_h1": Architecture("falcon-h1", parts=falcon_h1, only=_NO_BIASES | _FALCON, only_by=_falcon_h1, fields=_SSM),
     "gpt2": Architecture(
         "gpt2", parts=gpt2, fields={"layer_norm_eps": "layer_norm_epsilon"}, fields_of=_gpt2, aliases=_GPT2
     ),

@@ -9,6 +9,7 @@ queries and keys are put in the order of the former. architectures.py says which
 
 import importlib.util
 import json
+import math
 import re
 import shlex
 from collections.abc import Callable, Mapping
@@ -96,8 +97,23 @@ class GGUFExport:
                 "export a Hugging Face folder (without --format)"
             )
         self.rope_theta, self.scaling = float(rope_config(rotary)["rope_theta"]), scaling_from_hf(rotary)
+        self._check_attention_factor()
         self.fields = self._model_fields() | vocabulary_fields(files, config, bool(tokenizer.begin_ids))
         self.modelfile = modelfile(MODEL_FILE, files, tokenizer, self.context)
+
+    def _check_attention_factor(self) -> None:
+        """Raise JobError if YaRN multiplies rotated features by another factor than in llama.cpp."""
+        if self.scaling is None or self.scaling.kind != "yarn":
+            return
+        usual = 0.1 * math.log(max(self.scaling.factor, 1.0)) + 1
+        allowed = 1.0 if "rope_scaling_yarn_log_mul" in self.architecture.fields_of(self.config) else usual
+        factor = usual if self.scaling.attention_factor is None else self.scaling.attention_factor
+        if not math.isclose(factor, allowed):
+            raise JobError(
+                f"--format gguf: YaRN's attention_factor = {factor:g}, set or by mscale and mscale_all_dim; allowed: "
+                f"{allowed:g}, as llama.cpp computes {self.config['model_type']}; export a Hugging Face folder "
+                "(without --format)"
+            )
 
     @property
     def context(self) -> int:
