@@ -63,6 +63,29 @@ def test_a_folder_with_files_of_several_splits_is_refused():
     assert min(counts.values()) > 5
 
 
+CARD = "---\nlicense: mit\nconfigs:\n- config_name: default\n  data_files: a.jsonl\n---\n"
+
+
+@pytest.mark.parametrize(
+    "names, card, message",
+    [
+        (("a.jsonl", "b.json", "c.jsonl.gz"), "---\nlicense: mit\n---\nconfigs: none\n", ""),
+        (("a.jsonl", "b.jsonl", "c.csv"), "", "a folder with files of one kind; Axolotl does not read all of it"),
+        (("a.jsonl", "b.csv.gz"), "", "a folder with files of one kind"),
+        (("a.jsonl", "b.txt"), "", "a folder without .txt; each line of a .txt is a record"),
+        (("a.txt",), "", "a folder without .txt"),
+        (("a.jsonl", "b.jsonl"), CARD, "a folder without configs in its README.md; Axolotl does not read all of it"),
+    ],
+)
+def test_folders_of_which_datasets_reads_some_files_are_refused(names, card, message):
+    """load_dataset reads the files of the commonest kind, or those that the card lists."""
+    touch(*(f"folder/{name}" for name in names))
+    if card:
+        Path("folder/README.md").write_text(card)
+    faults = read(path="./folder")[1]
+    assert [message in fault for fault in faults] == [True] * bool(message), faults
+
+
 def test_saved_datasets():
     touch("saved/state.json", "splits/dataset_dict.json", "splits/train/state.json", "splits/other/state.json")
     assert read(path="saved")[0] == [{"dataset": "text", "dataset_path": "saved"}]

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from torchtitan.core.files import read_file
 from torchtitan.datasets.sources import files_below
 from torchtitan.plugins.importers.translation import HUB_SPLITS, JobDraft
 
@@ -19,6 +20,10 @@ SUFFIXES |= {"parquet": (".parquet",), "arrow": (".arrow",)}
 """ds_type -> ends of the files that are read so here."""
 LINES = ".txt"
 FILE_SUFFIXES = (*(suffix for suffixes in SUFFIXES.values() for suffix in suffixes), LINES)
+KINDS = SUFFIXES | {LINES: (LINES,)}
+CARD = "README.md"
+"""Describes a dataset of the hub, and may list its files."""
+LARGEST_CARD = 2**24
 SPLIT = re.compile(r"(?P<name>\w+(\.\w+)*)(?P<slice>\[[-0-9_%:]*\])?")
 MAX_SPLIT = 200
 SAVED, SAVED_SPLITS = "state.json", "dataset_dict.json"
@@ -102,13 +107,27 @@ class _Entry:
             self.refuse("split", self.entry["split"], "train for a folder of save_to_disk", remedy)
         elif not (path / SAVED).exists():
             split_name = "train" if "split" in self.entry else self.default
-            splits = _splits_of(sorted(files_below(self.path, FILE_SUFFIXES)))
+            names = sorted(files_below(self.path, FILE_SUFFIXES))
+            self._refuse_unread(names)
+            splits = _splits_of(names)
             if splits and set(splits.values()) != {split_name} and set(splits.values()) != {None}:
                 chosen = [name for name, split in splits.items() if split == split_name]
                 allowed = f"a folder whose files are all of the split {split_name} by their names"
                 shown = ", ".join(chosen[:5]) or "none"
                 self.refuse("path", self.path, allowed, f"Axolotl reads {shown} of it: name each file in an entry")
         return [{"dataset": dataset, "dataset_path": self.path} | part]
+
+    def _refuse_unread(self, names: list[str]) -> None:
+        """Refuse a folder of which datasets reads some files, or reads them otherwise."""
+        kinds = {_kind_of(name) for name in names}
+        remedy = "Axolotl does not read all of it: name each file in an entry"
+        if LINES in kinds:
+            as_lines = "each line of a .txt is a record for Axolotl, if it reads it: write them as JSON"
+            self.refuse("path", self.path, f"a folder without {LINES}", as_lines)
+        elif len(kinds) > 1:
+            self.refuse("path", self.path, "a folder with files of one kind", remedy)
+        if _lists_files(Path(self.path)):
+            self.refuse("path", self.path, f"a folder without configs in its {CARD}", remedy)
 
     def _split(self, splits: Mapping[str, str], default: str) -> tuple[str, dict[str, str]]:
         """Return the dataset of the entry's split, one of `splits`, and its slice as an option of a source."""
@@ -123,6 +142,20 @@ class _Entry:
                 return splits[names.pop()], {}
         self.refuse("split", text, f"{' or '.join(splits)}, or slices of it, as train[:20%]", ONE_SPLIT)
         return splits["train"], {}
+
+
+def _kind_of(name: str) -> str:
+    """Return the kind of a file by the first of its suffixes that says it, as datasets does."""
+    suffixes = [f".{part}" for part in name.lower().rpartition("/")[2].split(".")[1:]]
+    return next((kind for suffix in suffixes for kind, ends in KINDS.items() if suffix in ends), "")
+
+
+def _lists_files(folder: Path) -> bool:
+    """Return True if a folder's card says which files have its records: datasets reads no others."""
+    card = folder / CARD
+    text = read_file(card, LARGEST_CARD).decode(errors="replace") if card.is_file() else ""
+    front = re.match(r"\s*---\s*\n(.*?)\n---", text, re.DOTALL)
+    return front is not None and re.search(r"^configs\s*:", front[1], re.MULTILINE) is not None
 
 
 def _splits_of(names: list[str]) -> dict[str, str | None]:
