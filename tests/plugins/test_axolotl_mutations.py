@@ -186,7 +186,10 @@ FLAGS = [  # flags, and the option that they are in a file, as click and _coerce
     ("--no-sample-packing", {"sample_packing": False}),
     ("--sample-packing", {"sample_packing": True}),
     ("--bf16 false", {"bf16": False}),
-    ("--bf16 full", {"bf16": "full"}),
+    ("--bf16 True", {"bf16": True}),
+    ("--bf16 None", {"bf16": False}),
+    ("--bf16 full", None),  # false for Axolotl, as the file has a truth value
+    ("--gradient_checkpointing offload", None),
     ("--learning-rate 1e-5 --learning_rate 3e-5", {"learning_rate": 3e-5}),
     ("--sample_packing no", {"sample_packing": False}),
     ("--datasets '[{path: b.jsonl, type: alpaca}]'", {"datasets": [{"path": "b.jsonl", "type": "alpaca"}]}),

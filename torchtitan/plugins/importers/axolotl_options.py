@@ -26,6 +26,8 @@ from torchtitan.plugins.importers.translation import (
 
 UNSET = ("", "None", "none", "NA", "null")
 """Spellings of an unset value in flags."""
+TRUTHS = ("true", "1", "yes", "false", "0", "no")
+"""Spellings of truth values in flags; of these, the last three and all other texts are false."""
 ADAM = {"adamw_torch": "AdamW", "adamw_torch_fused": "AdamW", "adamw_hf": "AdamW", "adamw_apex_fused": "AdamW"}
 ADAM |= {"paged_adamw_32bit": "AdamW", "adamw_bnb_8bit": "AdamW8bit", "adamw_8bit": "AdamW8bit"}
 ADAM |= {"paged_adamw_8bit": "AdamW8bit", "adamw_torch_8bit": "AdamW8bit", "adamw_torch_4bit": "AdamW8bit"}
@@ -365,6 +367,9 @@ def _flags(line: CommandLine, in_file: Mapping[str, Any], draft: JobDraft) -> di
         positive = flag.removeprefix("no_")
         is_off = text is None and flag not in OPTIONS and positive in OPTIONS and OPTIONS[positive].kind == "bool"
         name = positive if is_off else flag
+        if isinstance(in_file.get(name), bool) and text not in (None, *UNSET) and text.lower() not in TRUTHS:
+            draft.refuse(name, text, "true or false, as the file has it", "Axolotl takes other texts for false there")
+            continue
         values[name] = False if is_off else flag_value(OPTIONS.get(name), text)
         if in_file.get("strict") and name not in in_file:
             draft.refuse(name, values[name], "nothing with strict: true", "Axolotl ignores it: write it into the file")
