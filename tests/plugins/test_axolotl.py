@@ -936,6 +936,11 @@ def test_custom_prompts_and_fields(entry, expected, folder_with_model):
     assert {name: getattr(source, name) for name in expected} == expected
 
 
+def test_short_model_types_are_words_of_a_name():
+    names = ("org/phi-2", "org/my_opt_125m", "org/sapphire-7b", "dolphin", "graphite-3b", "adopt/model", "chatglm3-6b")
+    assert [axolotl.guess_model_type(name) for name in names] == ["phi", "opt", None, None, None, None, None]
+
+
 def test_a_template_of_the_models_family_is_the_tokenizers():
     gemma = FULL | {"base_model": "google/gemma-3-1b-it"}
     values, note = changes_by({"chat_template": "gemma3"}, gemma)

@@ -80,8 +80,10 @@ def guess_model_type(folder: str) -> str | None:
     if model_type := next((kind for part, kind in MODEL_TYPES.items() if part in folder.lower()), None):
         return model_type
     model_types = {kind for converter in CONFIG_CONVERTERS.values() for kind in converter.model_types}
-    name = re.sub("[^a-z0-9]|dolphin", "", folder.lower())  # a dolphin is no Phi
+    name = re.sub("[^a-z0-9]", "", folder.lower())
     matches = [kind for kind in model_types if kind.removesuffix("_text").replace("_", "") in name]
+    parts = re.findall("[a-z]+", folder.lower())  # dolphin and sapphire are no Phi
+    matches = [kind for kind in matches if len(kind) > len("phi") or kind in parts]
     return max(matches, key=lambda kind: (len(kind), kind), default="deepseek_v3" if "deepseekr1" in name else None)
 
 
