@@ -45,6 +45,7 @@ from torchtitan.process.ranks import (
     Restart,
     count_ranks,
     likely_device,
+    logging_ranks,
     parse_number,
     read_nodes,
     require_interfaces,
@@ -95,6 +96,8 @@ def launch(num_ranks: int | None, arguments: list[str]) -> int:
         if num_ranks is None:
             num_ranks = 1 if in_step and slurm.tasks_per_machine() != 1 else count_ranks()
         nodes = slurm.nodes_of_step(num_ranks) if in_step else Nodes(*read_nodes())
+        if not nodes.index:
+            logging_ranks(num_ranks)
         if num_ranks > 1:
             set_default("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // num_ranks)))
         # the job is checked here, before any rank exists: once and within a second

@@ -63,6 +63,51 @@ def test_variables_that_contradict_each_other_are_refused(variables, message, mo
         ranks.read_ranks()
 
 
+@pytest.mark.parametrize(
+    ("number", "variables", "logs"),
+    [
+        ("01", {"WORLD_SIZE": "2", "LOCAL_RANK": "1"}, True),
+        (" 1, 0", {"WORLD_SIZE": "2", "LOCAL_RANK": "1"}, True),
+        ("1", {"WORLD_SIZE": "2"}, False),
+        ("", {"WORLD_SIZE": "2"}, True),
+        ("1", {}, False),  # of the ranks that this process may start
+    ],
+)
+def test_ranks_that_log(number, variables, logs, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in (variables | {"LOG_RANK": number}).items():
+        monkeypatch.setenv(name, value)
+    assert ranks.read_ranks().logs == logs
+
+
+def test_ranks_that_log_are_looked_at_before_any_rank_starts(capsys, monkeypatch):
+    monkeypatch.setenv("LOG_RANK", "1")
+    assert launch.main(["1", "debug_model", "--training.no_such_option=1"]) == REFUSED
+    assert "LOG_RANK in the environment: given '1'; allowed: local ranks separated by commas, one of them below 1" in (
+        " ".join(capsys.readouterr().err.split())
+    )
+
+
+@pytest.mark.parametrize(
+    "variables",
+    [
+        {"RANK": "5", "LOCAL_RANK": "1", "WORLD_SIZE": "8"},  # srun by a script, DeepSpeed
+        {"RANK": "1", "WORLD_SIZE": "2"},  # Kubeflow's PyTorchJob, a process in each pod
+        {"RANK": "9", "LOCAL_RANK": "1", "WORLD_SIZE": "16", "LOCAL_WORLD_SIZE": "8", "GROUP_RANK": "1"},  # torchrun
+        {"RANK": "3", "LOCAL_RANK": "3", "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4", "NODE_RANK": "0"},  # Ray
+    ],
+)
+def test_ranks_of_launchers_are_accepted(variables, monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK", "LOG_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    place = ranks.read_ranks()
+    assert (place.rank, place.world_size) == (int(variables["RANK"]), int(variables["WORLD_SIZE"]))
+    assert place.local_rank == int(variables.get("LOCAL_RANK", 0))
+
+
 def test_a_world_size_without_the_place_of_the_others_is_refused(monkeypatch):
     for name in ("RANK", "MASTER_ADDR", "MASTER_PORT"):
         monkeypatch.delenv(name, raising=False)

@@ -124,21 +124,29 @@ def read_ranks() -> Ranks:
     _require_at_most("RANK", rank, "WORLD_SIZE", world_size, world_size - 1)
     _require_at_most("LOCAL_RANK", local_rank, "LOCAL_WORLD_SIZE", local_world_size, local_world_size - 1)
     _require_at_most("LOCAL_WORLD_SIZE", local_world_size, "WORLD_SIZE", world_size, world_size)
-    chosen = [part.strip() for part in (os.environ.get("LOG_RANK") or "0").split(",")]
-    if None in map(parse_number, chosen):  # no rank would write anything
-        raise JobError(
-            f"LOG_RANK in the environment: given {','.join(chosen)[:100]!r}; allowed: local ranks separated by commas; "
-            "leave it out for the first"
-        )
     return Ranks(
         rank=rank,
         local_rank=local_rank,
         world_size=world_size,
         local_world_size=local_world_size,
-        logs=str(local_rank) in chosen and env_number("GROUP_RANK", 0) == 0,
+        logs=local_rank in logging_ranks() and env_number("GROUP_RANK", 0) == 0,
         head=(os.environ.get("MASTER_ADDR", ""), env_number("MASTER_PORT", 0)),
         launcher=read_launcher(os.environ[LAUNCHER]) if LAUNCHER in os.environ else None,
     )
+
+
+def logging_ranks(local_world_size: int | None = None) -> list[int]:
+    """Return the local ranks that write to the console. Raises JobError if it is none of this number of ranks."""
+    text = os.environ.get("LOG_RANK") or "0"
+    chosen = [parse_number(part.strip()) for part in text.split(",")]
+    ranks = [number for number in chosen if number is not None]
+    if len(ranks) < len(chosen) or local_world_size is not None and min(ranks) >= local_world_size:
+        limit = "" if local_world_size is None else f", one of them below {local_world_size}"
+        raise JobError(
+            f"LOG_RANK in the environment: given {text[:100]!r}; allowed: local ranks separated by commas{limit}; "
+            "leave it out for the first"
+        )
+    return ranks
 
 
 def _require_at_most(name: str, value: int, limiting: str, size: int, limit: int) -> None:
