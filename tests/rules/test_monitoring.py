@@ -136,7 +136,12 @@ INPUT_AND_OUTPUT = [
             f'job.dump_folder: given "{{0}}/{folder}"; allowed: a folder by its name; {part} is not expanded here, '
             "only a ~ of a known user at the beginning is; name another folder",
         )
-        for folder, part in (("$SCRATCH/run", "$SCRATCH"), ("run-${USER}", "run-${USER}"), ("~nobody9/run", "~nobody9"))
+        for folder, part in (
+            ("$SCRATCH/run", "$SCRATCH"),
+            ("run-${USER}", "run-${USER}"),
+            ("$(date +%F)/run", "$(date +%F)"),
+            ("~nobody9/run", "~nobody9"),
+        )
     ),
     (
         ["--profiling.enable_profiling", "--profiling.profile_freq=3"],

@@ -45,8 +45,8 @@ def memory_has_a_size(facts: Facts) -> Iterator[Fault]:
         yield from facts.judged(limit_in_bytes, facts.config.memory.limit)
 
 
-NOT_EXPANDED = re.compile(r"~|.*\$[\w{]")
-"""Names of folders as a shell reads them: of a user's home, or with a variable."""
+NOT_EXPANDED = re.compile(r"~|.*\$[\w{(]")
+"""Names of folders as a shell reads them: of a user's home, or with a variable or the output of a command."""
 USED_BY_THE_RUN = {".", *KNOWN_NAMES, *entries_of()}
 
 
