@@ -12,6 +12,7 @@ from torchtitan.config import manager
 from torchtitan.core.hardware import FOLDER, load_hardware
 from torchtitan.launcher.run_folder import RecordedPlan, record_start, this_process
 from torchtitan.metrics.run_end import cause_of
+from torchtitan.planner.search import Result, Search
 from torchtitan.planner.time.measured_runs import UNEXPLAINED, MeasuredRun, ModelledStep
 
 H100 = "NVIDIA H100 80GB HBM3"
@@ -132,6 +133,12 @@ def test_the_fastest_plan_is_no_change(tmp_path, capsys, monkeypatch):
     for best in (None, replace(step.fastest(), time=step.time)):
         monkeypatch.setattr(ModelledStep, "fastest", lambda step, best=best: best)
         assert "change first" not in output_of(capsys, "why", tmp_path)
+
+
+def test_the_fastest_plan_is_searched_within_the_memory_limit_of_the_job(tmp_path, monkeypatch):
+    step, limits = write_run(tmp_path, [*TENSOR_PARALLEL, "--memory.limit=24GiB"], 8), []
+    monkeypatch.setattr(Search, "find", lambda search, gpus, top, within: limits.append(within) or Result())
+    assert step.fastest() is None and limits[0].memory == pytest.approx(24 * 2**30)
 
 
 @pytest.mark.parametrize(

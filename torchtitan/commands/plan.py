@@ -23,7 +23,7 @@ from torchtitan.config.job import JobConfig
 from torchtitan.config.layers import nest
 from torchtitan.config.options import ConfigError
 from torchtitan.core.errors import JobError, LimitError, format_bytes
-from torchtitan.core.hardware import Hardware, load_hardware
+from torchtitan.core.hardware import load_hardware
 from torchtitan.core.progress_bar import waiting
 from torchtitan.job import ResolvedJob
 from torchtitan.metrics.plot import GREY, HELD_OUT, INK, LOSS, RATE, RAW, STYLE, check_format
@@ -49,11 +49,10 @@ from torchtitan.planner.failures import Failures
 from torchtitan.planner.informative_runs import differing_options, run_lines, runs_to_measure
 from torchtitan.planner.memory.closed_form import NEEDED, RESERVED, fit, needed, reserved
 from torchtitan.planner.plan import Plan, Workload, pipeline_obstacle, planning_obstacle
-from torchtitan.planner.search import Candidate, Limits, Result, Search, faults_as_new
+from torchtitan.planner.search import Candidate, Limits, Result, Search, faults_as_new, memory_limit
 from torchtitan.planner.smaller_states import remedy
 from torchtitan.planner.time.measured_runs import calibrate, usual_calibration
 from torchtitan.planner.trace import check_ending, write_trace
-from torchtitan.process.machine import limit_as_share
 from torchtitan.rules.loading import load_job
 
 LABEL: dict[str, Any] = {
@@ -349,12 +348,6 @@ def ask(options: argparse.Namespace, job: ResolvedJob) -> PlanRequest:
     slowdown = failures.slowdown(options.gpus) if failures else 1.0
     limits = Limits(memory, most_seconds(options, slowdown * tokens / workload.tokens, price))
     return PlanRequest(options, search, limits, Cost(tokens, price, failures), residuals)
-
-
-def memory_limit(config: JobConfig, hardware: Hardware) -> float:
-    """Return the bytes of a device that the job may use. Nothing enforces the job's limit on a CPU."""
-    total, limit = hardware.memory_gib * 2**30, config.memory.limit
-    return total if limit is None or hardware.cores is not None else total * limit_as_share(limit, int(total))
 
 
 def expected_failures(options: argparse.Namespace, search: Search) -> Failures | None:

@@ -16,6 +16,7 @@ from fractions import Fraction
 from functools import cached_property, lru_cache, partial
 from pathlib import Path
 
+from torchtitan.config.job import JobConfig
 from torchtitan.config.options import Fault
 from torchtitan.config.sections.run import Checkpoint
 from torchtitan.core.errors import JobError
@@ -31,6 +32,7 @@ from torchtitan.planner.memory.rank_sizes import RankSizes
 from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.time.messages import Calibration, Parts, StepTime
 from torchtitan.planner.time.step_time import StepTimer
+from torchtitan.process.machine import limit_as_share
 from torchtitan.rules import check
 
 MOST_ROWS = 16
@@ -256,6 +258,12 @@ class Limits:
     """Of a step, from a deadline or a budget."""
     certain: bool = True
     """True if plans have to count as fitting, False if it is enough that they may fit."""
+
+
+def memory_limit(config: JobConfig, hardware: Hardware) -> float:
+    """Return the bytes of a device that the job may use. Nothing enforces the job's limit on a CPU."""
+    total, limit = hardware.memory_gib * 2**30, config.memory.limit
+    return total if limit is None or hardware.cores is not None else total * limit_as_share(limit, int(total))
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from torchtitan.launcher.run_folder import JOB_FILE, job_of_step, plan_of_start,
 from torchtitan.metrics.curves import read_thinned
 from torchtitan.metrics.json_lines import METRICS, Record, is_finite
 from torchtitan.planner.plan import Plan, Workload, pipeline_obstacle, planning_obstacle
-from torchtitan.planner.search import Candidate, Limits, PipelineTimer, Search
+from torchtitan.planner.search import Candidate, Limits, PipelineTimer, Search, memory_limit
 from torchtitan.planner.time.messages import FACTORS, PARTS, Calibration, Parts, StepTime
 from torchtitan.planner.time.step_time import UNPUBLISHED_SPREAD, StepTimer
 
@@ -312,7 +312,7 @@ class ModelledStep:
         run, device = self.run, "cuda" if self.hardware.device_names else "cpu"
         job = run.job.on_ranks(run.plan.gpus, device)
         search = Search(job, run.workload, run.samples, self.hardware, self.calibration)
-        best = search.find(run.plan.gpus, 1, Limits(self.hardware.memory_gib * 2**30)).best
+        best = search.find(run.plan.gpus, 1, Limits(memory_limit(job.config, self.hardware))).best
         return best[0] if best else None
 
     def savings(self, other: StepTime) -> tuple[float, float, float]:
