@@ -8,7 +8,8 @@ from tests.plans.combinations import Combination
 from tests.support import jobs, table_rows
 from tests.support.pool import run_ranks
 from torchtitan.adapters.interface import Adapter
-from torchtitan.adapters.low_rank import LoRA
+from torchtitan.adapters.low_rank import DoRA, LoRA
+from torchtitan.adapters.quantized import Int8LoRA, QLoRA
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.sections.model import Adapter as AdapterOptions
 from torchtitan.contract.step import local_batch
@@ -92,8 +93,15 @@ class Declared(Mixing):
     by_token, convert = True, Mixing.convert
 
 
+class OfNeighbours(LoRA):
+    """An adapter whose linears may read other tokens."""
+
+    linear_class = type("Shifting", (LoRA.linear_class,), {})
+
+
 def test_an_adapter_gets_all_tokens_unless_it_declares_to_compute_each_alone():
-    kinds = {LoRA: True, StatefulLoRA: False, Mixing: False, Declared: True, Adapter: False}
+    kinds = {LoRA: True, StatefulLoRA: False, Mixing: False, Declared: True, Adapter: False, OfNeighbours: False}
+    kinds |= dict.fromkeys((DoRA, QLoRA, Int8LoRA), True)
     assert {kind: computes_by_token(kind(AdapterOptions(kind="lora"))) for kind in kinds} == kinds
 
 

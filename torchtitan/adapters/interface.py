@@ -84,7 +84,7 @@ class Adapter:
     alternative = "write the whole model (torchtitan export --merge)"
     """How to save all trained parameters where the folder format cannot hold them; part of error messages."""
     by_token = False
-    """True if what `convert` of the same class installs computes each token from that token alone: then a model on a
+    """True if what an adapter of the same class installs computes each token from that token alone: then a model on a
     CPU may leave tokens without a label out (`may_join_documents` of models/decoder.py)."""
 
     def __init__(self, options: Options, seed: int = 0):

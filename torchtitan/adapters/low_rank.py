@@ -199,7 +199,6 @@ class LowRank(Adapter):
 
     linear_class: type[LowRankLinear]
     experts_class: type[LowRankExperts] | None = None  # None: this kind does not support experts
-    by_token = True
     adapts_tied_head = False  # True if a head tied to the embedding has an adapter
 
     def convert(self, model: nn.Module, plan: ParallelPlan) -> ParallelPlan:
@@ -326,6 +325,7 @@ def add_product(
 
 class LoRA(LowRank):
     linear_class, experts_class = LowRankLinear, LowRankExperts
+    by_token = True
 
     def __init__(self, options: Options, seed: int = 0):
         super().__init__(options, seed)
@@ -507,7 +507,7 @@ class DoRALinear(LowRankLinear):
 
 
 class DoRA(LowRank):
-    linear_class = DoRALinear
+    linear_class, by_token = DoRALinear, True
 
 
 def row_norms(matrix: torch.Tensor) -> torch.Tensor:

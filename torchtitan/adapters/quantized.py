@@ -346,7 +346,7 @@ class NF4Linear(QuantizedLinear):
 
 
 class QLoRA(LowRank):
-    linear_class = NF4Linear
+    linear_class, by_token = NF4Linear, True
 
 
 class Int8:
@@ -383,4 +383,4 @@ class Int8Linear(QuantizedLinear):
 
 
 class Int8LoRA(LowRank):
-    linear_class = Int8Linear
+    linear_class, by_token = Int8Linear, True

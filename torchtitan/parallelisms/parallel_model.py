@@ -178,9 +178,13 @@ def _may_join_documents(model: nn.Module, adapter: Any, dims: ParallelDims, opti
     )
 
 
+INSTALLING = ("convert", "convert_module", "linear_class", "experts_class")
+"""Names of an adapter (adapters/low_rank.py) that decide what it installs."""
+
+
 def computes_by_token(adapter: Any) -> bool:
     """Return True if an adapter declares that it computes each token alone. One with state reads whole batches."""
-    is_declared = getattr(adapter, "by_token", False) and declaration_holds(adapter, "by_token", "convert")
+    is_declared = getattr(adapter, "by_token", False) and declaration_holds(adapter, "by_token", *INSTALLING)
     return is_declared and not isinstance(adapter, StatefulAdapter)
 
 
