@@ -31,6 +31,7 @@ from typing import NamedTuple
 from bench_timing import ROOT
 from bench_trainer import arguments, write_shards
 
+from torchtitan.commands.command_parser import whole_number
 from torchtitan.core.hardware import Hardware, load_hardware
 from torchtitan.metrics.json_lines import METRICS, read_records
 from torchtitan.planner.search import PipelineTimer
@@ -121,8 +122,8 @@ def job_of(name: str, folder: Path, quick: bool, number: int = 1) -> tuple[int, 
 
 
 def complete(run: Path, steps: int) -> bool:
-    """Return whether a run has logged this number of steps."""
-    if not (run / METRICS).exists():
+    """Return whether a run has logged this number of steps, and what other programs took meanwhile."""
+    if not ((run / METRICS).exists() and (run / OTHERS).exists()):
         return False
     return sum("step_seconds" in record for record in read_records(run / METRICS)) >= steps
 
@@ -232,7 +233,7 @@ def write_page(lines: Sequence[str]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--folder", type=Path, default=ROOT / "outputs/plan_times", help="what was measured")
-    parser.add_argument("--rounds", type=int, default=1, help="runs of each plan, in turns (default: 1)")
+    parser.add_argument("--rounds", type=whole_number(1), default=1, help="runs of each plan, in turns (default: 1)")
     parser.add_argument("--write", action="store_true", help="write the result into docs/planning.md")
     parser.add_argument(
         "--quick", action="store_true", help="a tiny model and few steps, to check that the script runs"

@@ -455,6 +455,8 @@ def test_planted_runs_are_predicted_by_what_three_of_them_calibrate(script, tmp_
         uncalibrated.append(PipelineTimer(StepTimer(workload, CPU)).step_time(plan).seconds / seconds - 1)
         line = f'{{"step": 1, "step_seconds": {seconds}, "tokens_per_second": {workload.tokens / seconds}}}\n'
         (run / "metrics.jsonl").write_text(line * steps)
+        assert not script.complete(run, steps)  # stopped before its last file, or by a script that had none
+        (run / script.OTHERS).write_text("0.010\n")
         assert script.complete(run, steps) and not script.complete(run, steps + 1)
     rows, residuals = script.predict(runs, CPU)
     assert len(residuals) == 3 and [row.name for row in rows] == list(script.PLANS)
