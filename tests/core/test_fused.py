@@ -208,6 +208,12 @@ def test_on_a_cpu_a_formula_is_compiled_after_enough_of_eager(monkeypatch):
     assert compiled == [10]
 
 
+def test_pieces_cover_a_length():
+    """Of a rank without rows, the size of a piece is 0 too, where it is the number of rows."""
+    assert [*fused.pieces(0, 0), *fused.pieces(0, 4)] == []
+    assert [*fused.pieces(10, 4)] == [slice(0, 4), slice(4, 8), slice(6, 10)] and [*fused.pieces(3, 4)] == [slice(0, 3)]
+
+
 def test_compiled_formulas_do_not_check_their_indices(monkeypatch):
     """It takes a seventh of the time of packing and unpacking moments in 8 bits."""
     monkeypatch.setattr(torch, "compile", lambda function, **options: arguments.append(options) or function)

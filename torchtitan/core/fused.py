@@ -112,6 +112,9 @@ def _scalar(number: float) -> torch.Tensor:
 
 
 def pieces(length: int, size: int) -> Iterator[slice]:
-    """Yield slices of `size` that cover `length`; the last one overlaps the one before. One slice if it is shorter."""
-    for start in range(0, length, size):
+    """Yield slices of `size` that cover `length`; the last one overlaps the one before. One slice if it is shorter.
+
+    None if it is 0, as of a rank without rows, and then the size may be 0 too.
+    """
+    for start in range(0, length, size or 1):
         yield slice(max(0, min(start, length - size)), min(start + size, length))
