@@ -247,7 +247,11 @@ def test_the_step_takes_as_long_as_by_the_planner():
 
 def test_hardware_gives_memory_device_and_speeds():
     options, _ = estimate.parse_options(["--gpu=H200"])
-    assert (options.device, options.memory) == ("cuda", 139.8 * GIB)
+    assert (options.device, options.memory) == ("cuda", None)
+    for limit, expected in (([], 139.8), (["--memory.limit=20GiB"], 20), (["--memory.limit=0.5"], 69.9)):
+        assert estimate.allowed(manager.load(limit), options) == pytest.approx(expected * GIB)
+    with pytest.raises(JobError, match="memory.limit: given 200 GiB; allowed: at most the 139.80 GiB"):
+        estimate.allowed(manager.load(["--memory.limit=200GiB"]), options)
     assert estimate.parse_options(["--gpu=cpu"])[0].device == "cpu"
     options, _ = estimate.parse_options(["--gpu=gb200", "--traffic", "--outside=7", "--memory=80GiB"])
     assert (options.inside, options.outside, options.machine) == (pytest.approx(702), 7, 72)

@@ -94,7 +94,7 @@ def _estimate() -> CommandParser:
     codes = "Exit code: 0 if it fits or no limit is known, 1 if not, 2 for faults, 3 if the step fails."
     parser = CommandParser("estimate", codes, "job")
     _add_ranks_and_device(parser)
-    memory = "memory of a rank, with a unit as in 80GiB (default: memory.limit, or this machine's GPU)"
+    memory = "memory of a rank, with a unit as in 80GiB (default: memory.limit, or --gpu's, or this machine's)"
     parser.add_argument("--memory", type=size_in_bytes, metavar="SIZE", help=memory)
     gpu = f"{', '.join(known_hardware())}, or a file: its memory, and its speeds for --traffic (default {USUAL_GPU})"
     parser.add_argument("--gpu", metavar="NAME", help=gpu)

@@ -15,6 +15,7 @@ import torch
 from torchtitan.commands import rehearse
 from torchtitan.commands.check import STEP_FAILED
 from torchtitan.commands.command_lines import SPEEDS, USUAL_GPU, parse_command
+from torchtitan.config.job import JobConfig
 from torchtitan.core.errors import JobError, format_bytes
 from torchtitan.core.hardware import Hardware, load_hardware
 from torchtitan.core.progress_bar import waiting
@@ -22,7 +23,7 @@ from torchtitan.planner.answer import WAITED_FOR, predicted_step, step_line
 from torchtitan.planner.estimate import Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
 from torchtitan.planner.memory.closed_form import fit
 from torchtitan.planner.rehearsal import RehearsalEnded
-from torchtitan.planner.search import is_judged
+from torchtitan.planner.search import is_judged, memory_limit
 from torchtitan.planner.time.messages import Links
 from torchtitan.process.machine import limit_in_bytes
 from torchtitan.process.ranks import likely_device
@@ -49,6 +50,7 @@ def main(argv: list[str]) -> int:
         raise JobError(NO_JOB)
     facts = load_valid(job_args, options.world_size, options.device, is_judged, without_resume)
     job = facts.job
+    memory = options.memory or allowed(job.config, options)
     try:
         with waiting("a step is rehearsed"):
             predictions = predict(job, options.traffic)
@@ -67,7 +69,6 @@ def main(argv: list[str]) -> int:
     if options.traffic:
         step = step_line(predicted_step(job, hardware_of(options)))
         print("\n".join([*traffic(most, flops_of_a_rank(job), options), *step]))
-    memory = options.memory or allowed(job.config.memory.limit, options.device)
     if memory is None:
         return FITS
     message, fits = verdict(most, memory, options.device)
@@ -87,8 +88,6 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     if options.gpu and options.device not in (None, kind):
         raise JobError(f"--gpu: given {options.gpu}; allowed with --device {kind} only")
     options.device = options.device or (kind if options.gpu else likely_device())
-    if options.gpu and options.memory is None:
-        options.memory = hardware.memory_gib * 2**30
     defaults = {
         "inside": hardware.machine_link.reached_bandwidth / 1e9,
         "outside": hardware.network_link.reached_bandwidth / 1e9,
@@ -103,13 +102,15 @@ def parse_options(argv: list[str]) -> tuple[argparse.Namespace, list[str]]:
     return options, job_args
 
 
-def allowed(limit: float | str | None, device: str) -> float | None:
-    """Return the memory limit of a rank in bytes; None if neither the job nor a local GPU sets one.
-
-    `limit`: memory.limit of the job.
+def allowed(config: JobConfig, options: argparse.Namespace) -> float | None:
+    """Return the bytes that a rank may use; None if neither the job nor a GPU, of --gpu or of this machine, sets a
+    limit. Raises LimitError for a limit of the job beyond the memory of --gpu.
     """
+    if options.gpu:
+        return memory_limit(config, load_hardware(options.gpu))
+    limit = config.memory.limit
     amount = None if limit is None else limit_in_bytes(limit)
-    if device != "cuda" or amount is not None:
+    if options.device != "cuda" or amount is not None:
         return amount
     if not torch.cuda.is_available():
         return None
