@@ -19,6 +19,7 @@ from torchtitan.datasets.record_account import check_account, has_records, unrea
 from torchtitan.datasets.record_format import LabelledFields, RecordReader
 from torchtitan.datasets.sources import BadRecord, Chat, DataError, Document, Span
 from torchtitan.datasets.sources.files import open_text_files
+from torchtitan.datasets.sources.tables import record_columns
 from torchtitan.datasets.tokenizer import build_tokenizer
 
 TALK = [{"role": "user", "content": "Q"}, {"role": "assistant", "content": "A"}]
@@ -337,6 +338,31 @@ def test_token_ids_with_a_mask_that_leaves_some_out_are_refused(mask, tmp_path):
     pyarrow.parquet.write_table(table.drop_columns(["loss_mask"]), tmp_path / "a.parquet")
     items = open_text_files(str(tmp_path), RecordReader("input_ids")).documents()
     assert [isinstance(item, DataError) for item in items] == [False, name in ("labels", "attention_mask")]
+
+
+def test_what_is_empty_next_to_ids_and_in_segments_and_messages_does_not_count():
+    """Arrow fills in nulls where another record has a key, and a CSV holds lists as JSON."""
+    read, name = RecordReader("input_ids").document, "input_ids"
+    assert read({name: [5, 2], "labels": [], "attention_mask": None}, "", "").content == [Span([5, 2])]
+    assert read({name: "[]"}, "", "").content == read({name: []}, "", "").content == [Span([])]
+    segments = [{"text": "a", "label": True, "weight": None, "train": None}]
+    assert RecordReader().document({"segments": segments}, "", "").content == [Span("a")]
+    for nothing in ([], "[]", "null", "", None, False):
+        talk = [TALK[0] | {"images": nothing}, TALK[1]]
+        assert len(RecordReader().document({"messages": talk}, "", "").content.messages) == 2
+
+
+def test_masks_next_to_texts_are_not_even_decoded(tmp_path):
+    """Columns that a tokenizer added to a table take ten times as long as its texts, and bytes may be no UTF-8."""
+    columns = {"labels": [b"\xff", b"\xff"], "attention_mask": [[1, 0], [1]]}
+    texts = pyarrow.array(["a", "b"])
+    for number, text in enumerate((texts, texts.dictionary_encode())):
+        pyarrow.parquet.write_table(pyarrow.table({"text": text} | columns), tmp_path / f"{number}.parquet")
+    documents = [*open_text_files(str(tmp_path), RecordReader()).documents()]
+    assert [document.content for document in documents] == ["a", "b", "a", "b"]
+    assert {document.unread for document in documents} == {("labels", "attention_mask")}
+    schema = pyarrow.table({"text": [[5, 2]]} | {name: values[:1] for name, values in columns.items()}).schema
+    assert record_columns(tmp_path, schema, RecordReader()).looked_at == ["text", "labels", "attention_mask"]
 
 
 def test_a_conversation_in_the_text_field_has_its_system_message_and_tools():

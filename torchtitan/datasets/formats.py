@@ -22,6 +22,7 @@ from torchtitan.datasets.messages import (
     is_messages,
     is_segments,
     parsed,
+    without_absent,
 )
 from torchtitan.datasets.sources import REMEDY, Chat, DataError, Document, Span
 
@@ -267,6 +268,7 @@ def to_document(value: Any, field: str, location: str, short_location: str, maps
 
 
 def _segment_span(item: dict[str, Any], number: int, field: str, location: str) -> Span:
+    item = without_absent(item)
     content, trained = item.get("text"), item.get("label")
     if not isinstance(content, str) or not isinstance(trained, bool) or not item.keys().isdisjoint(FLAGS):
         types = ", ".join(f"{name}: {type(value).__name__}" for name, value in list(item.items())[:20]) or "nothing"
@@ -285,7 +287,7 @@ def field_holds(value: str, field: str, location: str) -> Any:
     content = parsed(value) if value.lstrip().startswith("[") else None
     if is_messages(content) or is_segments(content):
         return content
-    if isinstance(content, list) and content and all(type(item) is int for item in content):
+    if isinstance(content, list) and (content or field == "input_ids") and all(type(item) is int for item in content):
         return content
     if field == "input_ids" and value.strip():
         raise DataError(f"{location}: field {field!r} holds text that is no list of token ids as JSON; {REMEDY}")

@@ -130,6 +130,12 @@ def messages_in_text(value: str, role_keys: Collection[str], column: str, locati
     return value
 
 
+def is_empty(value: Any) -> bool:
+    """Return True if a field or key holds nothing: null, or an empty text, list or table, also as JSON, as in CSV."""
+    is_json = isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")
+    return value is None or is_json or (isinstance(value, list | dict) and not value)
+
+
 def as_list(value: Any) -> Any:
     """Return the rows of a table of columns, as `datasets` stores a Sequence of tables; other values unchanged."""
     if not isinstance(value, dict) or not value or not all(isinstance(column, list) for column in value.values()):
@@ -203,7 +209,7 @@ class MessageReader:
         if not isinstance(item, dict):
             raise self._error(f"has a {type(item).__name__} as message {number}", "not a message {role, content}")
         item = without_nulls(without_absent(item))
-        if media := [key for key in MEDIA if item.get(key)]:
+        if media := [key for key in MEDIA if item.get(key) and not is_empty(item[key])]:
             raise self._error(f"has {media[0]!r} in message {number}", "which no text model reads")
         name = self._one_of(item, ROLE_KEYS, number, "role")
         content = self._one_of(item, CONTENT_KEYS, number, "content")

@@ -33,6 +33,7 @@ from torchtitan.datasets.messages import (
     Context,
     MessageReader,
     as_list,
+    is_empty,
     is_messages,
     is_segments,
     json_in_text,
@@ -164,16 +165,16 @@ class RecordReader:
         form = self.format_of(fields)
         return [self.text_field] if form is None else [c for c in self._column_names(form).values() if c in fields]
 
-    def unplaced_columns(self, fields: Collection[str]) -> list[str]:
-        """Return further columns that are looked at, because a record that holds something in them is refused."""
+    def unplaced_columns(self, fields: Collection[str], texts: Collection[str] = ()) -> list[str]:
+        """Return further columns that are looked at, because a record that holds something in them is refused.
+
+        `texts`: fields that are known to hold texts alone."""
         form = self.format_of(fields)
         if form is None:
-            unplaced = UNPLACED if self.text_field in LISTS else ()  # images next to plain texts are not even decoded
-            return [
-                name
-                for name in (*CONTEXT_FIELDS, *TOKEN_MASKS, *unplaced)
-                if name in fields and name != self.text_field
-            ]
+            is_list = self.text_field in LISTS
+            unplaced = UNPLACED if is_list else ()  # images and masks next to plain texts are not even decoded
+            masks = TOKEN_MASKS if is_list or self.text_field not in texts else ()
+            return [n for n in (*CONTEXT_FIELDS, *masks, *unplaced) if n in fields and n != self.text_field]
         if self.format_name:
             return []
         names = [name for name in FORMATS[form].unplaced_fields if name in fields]
@@ -244,7 +245,7 @@ class RecordReader:
         question = next((name for name in QUESTIONS if isinstance(record.get(name), str)), None)
         if question is None or not all(isinstance(record[self.fields.get(n, n)], str) for n in ("chosen", "rejected")):
             return
-        if question == "instruction" and not _is_empty(record.get("input")):
+        if question == "instruction" and not is_empty(record.get("input")):
             remedy = "join 'instruction' and 'input' to one text in a field 'prompt'"
         else:
             form = "" if self._job_format else f'training.format = "{PAIRS}" and '
@@ -255,7 +256,7 @@ class RecordReader:
         """Raise DataError if a record has a field that its format, which the job does not name, has no place for."""
         for name in () if self.format_name else FORMATS[form].unplaced_fields:
             value = record.get(name)
-            if name not in read_columns and not _is_empty(value) and (name != "label" or _is_rating(value)):
+            if name not in read_columns and not is_empty(value) and (name != "label" or _is_rating(value)):
                 raise DataError(f"{location}: has the field {name!r}, {_unplaced(form, name)}")
 
     def _refuse_contradiction(self, form: str, record: Record, document: Document, location: str) -> None:
@@ -305,7 +306,7 @@ class RecordReader:
         """Raise DataError if a record of token ids, which are all trained, has a mask that leaves some out."""
         for name in TOKEN_MASKS:
             mask = parsed(record[name]) if isinstance(record.get(name), str) else record.get(name)
-            if name != self.text_field and isinstance(mask, list) and mask not in (ids, [1] * len(ids)):
+            if name != self.text_field and isinstance(mask, list) and mask not in ([], ids, [1] * len(ids)):
                 raise DataError(
                     f"{location}: field {name!r} leaves out some of the token ids in {self.text_field!r}, which are "
                     "all trained; write segments {text, label}, messages, or a prompt and a completion, or take the "
@@ -462,11 +463,6 @@ def _kind_of(name: str) -> str:
     return "a table of variables" if name == "chat_template_kwargs" else f"a list of {kinds.get(name, MESSAGES)}"
 
 
-def _is_empty(value: Any) -> bool:
-    is_json = isinstance(value, str) and value.strip() in ("", "[]", "{}", "null")  # as in CSV
-    return value is None or is_json or (isinstance(value, list | dict) and not value)
-
-
 def _is_rating(label: Any) -> bool:
     """Return True if a label says that an answer is good or bad; others are names or numbers of classes."""
     return (
@@ -508,7 +504,7 @@ def _is_reread(document: Document, record: Record, values: Record, columns: Mapp
     has_calls = any(message["role"] == "tool" or "tool_calls" in message for message in content.messages)
     has_flags = any("loss" in message for message in content.messages)
     return (
-        is_parsed or has_calls or has_flags or any(not _is_empty(record.get(columns.get(n, n))) for n in CONTEXT_FIELDS)
+        is_parsed or has_calls or has_flags or any(not is_empty(record.get(columns.get(n, n))) for n in CONTEXT_FIELDS)
     )
 
 

@@ -143,8 +143,10 @@ class RecordParser(Protocol):
     def columns(self, fields: Collection[str]) -> list[str]:
         """Return the columns of a table with these fields that its records are read from."""
 
-    def unplaced_columns(self, fields: Collection[str]) -> list[str]:
-        """Return further columns that are looked at, because a record that holds something in them is refused."""
+    def unplaced_columns(self, fields: Collection[str], texts: Collection[str] = ()) -> list[str]:
+        """Return further columns that are looked at, because a record that holds something in them is refused.
+
+        `texts`: fields that are known to hold texts alone."""
 
     def missing_field(self, fields: Collection[str]) -> str:
         """Return a description of the field that a record lacks; empty if it can be read."""

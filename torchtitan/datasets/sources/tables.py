@@ -10,7 +10,7 @@ trusts the offsets of a file.
 import csv
 import os
 from codecs import BOM_UTF8
-from collections.abc import Iterator, Sequence
+from collections.abc import Collection, Iterator, Sequence
 from functools import cached_property
 from io import StringIO, TextIOWrapper
 from itertools import accumulate
@@ -74,9 +74,13 @@ class TableColumns(NamedTuple):
     unread: tuple[str, ...]
 
     @classmethod
-    def of(cls, names: Sequence[str], path: Path, record_reader: RecordParser) -> "TableColumns":
-        """Divide a table's columns. Raises DataError, which names `path`, if one that is looked at is there twice."""
-        looked_at = [*record_reader.columns(names), *record_reader.unplaced_columns(names)]
+    def of(
+        cls, names: Sequence[str], path: Path, record_reader: RecordParser, texts: Collection[str] = ()
+    ) -> "TableColumns":
+        """Divide a table's columns, of which `texts` are known to hold texts alone.
+
+        Raises DataError, which names `path`, if one that is looked at is there twice."""
+        looked_at = [*record_reader.columns(names), *record_reader.unplaced_columns(names, texts)]
         if repeated := [name for name in looked_at if names.count(name) > 1]:
             columns = ", ".join(names)
             raise DataError(f"{path}: has several columns {repeated[0]!r}; its columns: {columns}; rename all but one")
@@ -92,10 +96,10 @@ def record_columns(path: Path, schema: Any, record_reader: RecordParser) -> Tabl
         raise DataError(f"{path}: has no column {lack}; its columns: {names}; {record_reader.remedy(schema.names)}")
     if unclear := record_reader.ambiguity(schema.names):
         raise DataError(f"{path}: {unclear}")
-    columns = TableColumns.of(schema.names, path, record_reader)
+    texts = [field.name for field in schema if _is_text(field.type)]
+    columns = TableColumns.of(schema.names, path, record_reader, texts)
     for name in record_reader.columns(schema.names):
-        kind = schema.field(name).type
-        kind = getattr(kind, "value_type", kind) if str(kind).startswith("dictionary<") else kind
+        kind = _type_of_values(schema.field(name).type)
         if str(kind) not in (*TEXTS, "null") and not _is_nested(kind):
             raise DataError(f"{path}: has no text but {kind} in column {name!r}; {record_reader.remedy(schema.names)}")
     return columns
@@ -103,10 +107,16 @@ def record_columns(path: Path, schema: Any, record_reader: RecordParser) -> Tabl
 
 def cells(column: Any) -> list[Any]:
     """Return the values of a column; texts as bytes, so that one that is not UTF-8 only damages its own record."""
-    kind = (
-        getattr(column.type, "value_type", column.type) if str(column.type).startswith("dictionary<") else column.type
-    )
-    return (column.cast("large_binary") if str(kind) in TEXTS else column).to_pylist()
+    return (column.cast("large_binary") if _is_text(column.type) else column).to_pylist()
+
+
+def _type_of_values(kind: Any) -> Any:
+    """Return a type of Arrow, or of a dictionary the type of its values."""
+    return getattr(kind, "value_type", kind) if str(kind).startswith("dictionary<") else kind
+
+
+def _is_text(kind: Any) -> bool:
+    return str(_type_of_values(kind)) in TEXTS
 
 
 def row_document(
