@@ -257,7 +257,8 @@ def test_adapters_that_are_not_numbers_are_refused(tmp_path, value):
         tensors[name].view(-1)[-1] = value
     tensors = tensors if isinstance(value, float) else tensors | {name: tensors[name].to(value)}
     save_file(tensors, tmp_path / peft_folder.WEIGHTS)
-    with pytest.raises(JobError, match=f"{peft_folder.WEIGHTS}: {name} holds NaN, infinity or .*; allowed: finite"):
+    fault = "NaN or infinity" if isinstance(value, float) else str(value).removeprefix("torch.")
+    with pytest.raises(JobError, match=f"{peft_folder.WEIGHTS}: {name} holds {fault}; allowed: finite"):
         peft_folder.load(tmp_path, options, form, shapes)
 
 

@@ -284,6 +284,7 @@ def test_an_index_may_only_name_plain_files_of_its_folder(name, tmp_path):
 def test_an_index_with_wrong_files_is_refused(tmp_path):
     save_file({"x": torch.ones(1)}, tmp_path / "other.safetensors")
     write_folder(tmp_path, tensors(), TINY, HF, index=dict.fromkeys(tensors(), "other.safetensors"))
+    (tmp_path / "model.safetensors").unlink()
     assert_refused(tmp_path, "norm.weight is not in other.safetensors, where the index says it is")
 
 
@@ -318,7 +319,11 @@ def test_tensors_that_the_index_does_not_place_are_refused(tmp_path):
 def test_missing_and_truncated_files_are_named(tmp_path):
     assert_refused(tmp_path, "config.json cannot be read")
     write_folder(tmp_path, tensors(), TINY, HF, index=dict.fromkeys(tensors(), "gone.safetensors"))
+    single, aside = tmp_path / "model.safetensors", tmp_path / "aside"
+    assert_refused(tmp_path, "it has model.safetensors, and other files by model.safetensors.index.json; remove")
+    single.rename(aside)
     assert_refused(tmp_path, "gone.safetensors cannot be read .No such file")
+    aside.rename(single)
     (tmp_path / INDEX).unlink()
     content = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "model.safetensors").write_bytes(content[: len(content) // 2])

@@ -222,11 +222,12 @@ def load(folder: Path, options: Options, form: TensorMap, shapes: Mapping[str, t
     except (OSError, ValueError, SafetensorError) as error:
         raise JobError(f"{folder}: no adapter in peft's layout ({CONFIG}, {WEIGHTS}): {error}") from error
     for name, tensor in peft_tensors.items():
-        if tensor.dtype not in READABLE_DTYPES.values() or not tensor.isfinite().all():
-            kind = str(tensor.dtype).removeprefix("torch.")
+        is_readable = tensor.dtype in READABLE_DTYPES.values()
+        if not is_readable or not tensor.isfinite().all():
+            fault = "NaN or infinity" if is_readable else str(tensor.dtype).removeprefix("torch.")
             raise JobError(
-                f"{folder / WEIGHTS}: {name} holds NaN, infinity or {kind}; allowed: finite floats of 16 bits or more; "
-                "save it again with peft"
+                f"{folder / WEIGHTS}: {name} holds {fault}; allowed: finite floats of 16 bits or more; save it again "
+                "with peft"
             )
     try:
         return from_peft(peft_tensors, form, shapes)

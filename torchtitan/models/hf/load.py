@@ -160,7 +160,7 @@ class StoredWeights:
                 for hf_name in hf_names_of_one:
                     faults += self.shards.mismatches(hf_name, shape)
             raise_mismatches(self.path, list(dict.fromkeys(faults)))
-            self._refuse_tensors_twice(folder, stored_files)
+            self._refuse_tensors_twice(stored_files)
         except BaseException as error:
             self.__exit__(type(error), error, None)
             raise
@@ -187,10 +187,10 @@ class StoredWeights:
                 "it from the file"
             )
 
-    def _refuse_tensors_twice(self, folder: Path, stored_files: Mapping[str, str]) -> None:
+    def _refuse_tensors_twice(self, stored_files: Mapping[str, str]) -> None:
         """Raise JobError if files hold tensors that the index does not know, or knows in another file.
 
-        transformers reads all tensors of each file, and a single file rather than those of an index.
+        transformers reads all tensors of each file.
         """
         faults = [
             f"{name} is in {file}, but by {INDEX} {f'in {stored_files[name]}' if name in stored_files else 'nowhere'}"
@@ -198,8 +198,6 @@ class StoredWeights:
             for name in sorted(names)
             if stored_files.get(name) != file and not (name not in stored_files and self.is_ignored(name))
         ]
-        if self.path.is_dir() and SINGLE not in stored_files.values() and (folder / SINGLE).exists():
-            faults.append(f"it has {SINGLE}, and other files by {INDEX}")
         if faults:
             raise JobError(f"{self.path}: {summarize(faults)}; remove what is out of date")
 
@@ -444,6 +442,8 @@ def tensor_files(path: Path) -> dict[str, str]:
     for file in sorted(set(files.values())):
         if file != os.path.basename(file) or "\\" in file or not file.endswith(".safetensors"):
             raise JobError(f"{folder / INDEX}: {file!r} is not the plain name of a .safetensors file in this folder")
+    if files and SINGLE not in files.values() and (folder / SINGLE).exists():  # which transformers would read
+        raise JobError(f"{folder}: it has {SINGLE}, and other files by {INDEX}; remove what is out of date")
     return files
 
 
