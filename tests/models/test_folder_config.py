@@ -428,13 +428,19 @@ def test_a_file_alone_with_another_head_than_a_tied_model_is_refused(tmp_path):
     """No config.json says that the head is tied; the job's flavor does."""
     write(tmp_path, "qwen2", QWEN2["tied"])
     change_weights(tmp_path, unequal_head)
-    (tmp_path / "config.json").unlink()
+    config = (tmp_path / "config.json").rename(tmp_path / "aside.json")
     hf = MODELS["qwen2"].hf
-    with (
-        pytest.raises(JobError, match="lm_head.weight differs from model.embed_tokens.weight, but the job's"),
-        hf.stored_weights(tmp_path / "model.safetensors", QWEN2["tied"]),
-    ):
-        pass
+    names = load_file(tmp_path / "model.safetensors").keys() - {"lm_head.weight"}
+    index = json.dumps({"weight_map": dict.fromkeys(names, "model.safetensors")})  # it leaves the head out
+    (tmp_path / "model.safetensors.index.json").write_text(index)
+    for path in (tmp_path / "model.safetensors", tmp_path):
+        if path.is_dir():
+            config.rename(path / "config.json")
+        with (
+            pytest.raises(JobError, match="lm_head.weight differs from model.embed_tokens.weight, but the job's"),
+            hf.stored_weights(path, QWEN2["tied"]),
+        ):
+            pass
     untied = replace(QWEN2["tied"], tied_embeddings=False)
     with hf.stored_weights(tmp_path / "model.safetensors", untied) as stored:
         assert stored.read_full("output.weight").shape == (64, 64 // 2)

@@ -151,10 +151,11 @@ class StoredWeights:
             if hf_name not in expected and not self.is_ignored(hf_name)
         ]
         raise_mismatches(self.path, faults)
-        self._refuse_another_head(files, stored_names)
         try:
             expected_files = {hf_name: files[hf_name] for hf_name in expected}
             self.shards = Shards(folder, expected_files, block, self.stack, stored_names)
+            in_files = {name: file for file, names in self.shards.names_in_file.items() for name in names}
+            self._refuse_another_head(in_files | files, stored_names)
             for name, hf_names_of_one in self.hf_names_by_name.items():
                 shape = self.tensor_map.hf_shape(name, self.shapes[name])
                 for hf_name in hf_names_of_one:
@@ -173,13 +174,14 @@ class StoredWeights:
         return packed if hf_name not in files and not files.keys().isdisjoint(packed) else [hf_name]
 
     def _refuse_another_head(self, files: Mapping[str, str], stored_names: Mapping[str, str]) -> None:
-        """Raise JobError if the model ties its head to the embedding, but the file has another one."""
+        """Raise JobError if the model ties its head to the embedding, but a file has another one, indexed or not."""
         head = self.tensor_map.outer_names.get("output.weight")
         if not self.tensor_map.tied or head not in files:
             return
         folder = self.path.parent if self.path.is_file() else self.path
         (embedding,) = self.hf_names_by_name["tok_embeddings.weight"]
-        source, copy = (StoredTensor.find(folder / files[name], stored_names[name]) for name in (embedding, head))
+        stored = ((files[name], stored_names.get(name, name)) for name in (embedding, head))
+        source, copy = (StoredTensor.find(folder / file, name) for file, name in stored)
         if source is not None and copy is not None and not source.equals(copy):
             raise JobError(
                 f"{self.path}: {head} differs from {embedding}, but the job's model ties them, so it would be lost; "
