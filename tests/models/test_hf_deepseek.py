@@ -177,6 +177,7 @@ def test_mismatching_folders_are_refused(tmp_path):
     assert_refused(tmp_path, "not the plain name of a .safetensors file")
     (tmp_path / "model.safetensors.index.json").write_text("{}")
     assert_refused(tmp_path, "no weight_map")
+    (tmp_path / "model.safetensors").unlink()
     index = {"weight_map": dict.fromkeys(state, "a.safetensors")}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     assert_refused(tmp_path, "a.safetensors cannot be read")
