@@ -374,7 +374,7 @@ def test_keys_that_may_have_an_effect_are_refused_by_name(content):
         KEYS.check({"hidden_size": 8} | content, "config.json", "remove it")
 
 
-TWICE = """{"a": {"b": 1, "c": 2, "b": 1}}"""
+TWICE = """{"a": {"b": 1, "c": 2, "b": true}}"""
 
 
 @pytest.mark.parametrize(
@@ -395,6 +395,7 @@ def test_a_key_that_is_there_twice_is_refused_in_every_json_file(name, read, tmp
     with pytest.raises(JobError, match=f"{name}.*the key 'b' is there twice"):
         read(tmp_path / name)
     assert load_json('{"a": {"b": 1}, "b": 2}') == {"a": {"b": 1}, "b": 2}
+    assert load_json('{"a": [1], "b": 2, "a": [1]}') == {"a": [1], "b": 2}, "its values agree"
 
 
 def test_all_unknown_keys_are_named_and_long_values_cut():

@@ -201,7 +201,10 @@ def test_checkpoints_that_are_cut_off_or_missing_are_noticed(changed, capsys):
     path.write_bytes(path.read_bytes()[:1000])
     code, out = verify(capsys, changed, "--steps=1")
     assert code == 1 and "step-00000005 is incomplete: __0_0.distcp" in out and "1 logged step equal bit for bit" in out
-    shutil.rmtree(path.parent)
+    aside = path.parent.rename(changed / "checkpoint/.aside-step-00000005-abc")  # as a rollback does
+    code, out = verify(capsys, changed, "--steps=1")
+    assert code == 0 and "missing" not in out
+    shutil.rmtree(aside)
     code, out = verify(capsys, changed, "--steps=1")
     assert code == 1 and "step-00000005, which the run saved last by its last_checkpoint, is missing\n" in out
     (changed / "last_checkpoint").unlink()

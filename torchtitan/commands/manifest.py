@@ -1,6 +1,6 @@
 """`torchtitan manifest JOB --for slurm|k8s`: print what a scheduler needs to run a job on several machines.
 
-For Kubernetes: a ConfigMap with the resolved job, a headless Service by whose names the machines meet, and an Indexed
+For Kubernetes: a ConfigMap with the resolved job, a headless Service, which names the machines, and an Indexed
 Job with one pod for each machine. The launchers in the pods wait for each other, so the ranks start together when the
 last pod does; a queue of Kueue also admits all pods at once. For SLURM: a batch script that ends in
 scripts/multinode_trainer.slurm.
@@ -38,7 +38,7 @@ FORMS = {
         r"\d+(:\d\d?){0,2}|\d+-\d\d?(:\d\d?){0,2}|UNLIMITED",
         "a time limit of SLURM, such as 24:00:00 or 2-00:00:00",
     ),
-    "shm": (r"[1-9]\d*(\.\d+)?([KMGT]i|[kMGT])?", "a quantity of Kubernetes, such as 16Gi"),
+    "shm": (r"(?=.*[1-9])\d+(\.\d+)?([KMGT]i|[kMGT])?", "a quantity of Kubernetes, such as 16Gi"),
     "queue": (
         r"[a-z0-9]([-a-z0-9.]{0,61}[a-z0-9])?",
         "at most 63 of a-z, 0-9, - and ., first and last a letter or digit",
@@ -57,7 +57,7 @@ OF_THE_CLUSTER = {
     *("model.tokenizer_path", "training.dataset_path", "validation.dataset_path", "checkpoint.initial_load_path"),
     *("job.dump_folder", "adapter.initial_path"),
 }
-"""Options whose paths lie where the pods run; whether they exist is seen there."""
+"""Options with paths of the machine that a pod runs on."""
 
 
 def main(argv: list[str]) -> int:
@@ -95,7 +95,7 @@ def _is_judged_here(fault: Fault) -> bool:
 
 
 def grace_seconds(facts: Facts, options: argparse.Namespace) -> int:
-    """Return the seconds from a stop signal to the end: `--grace`, or those of a step and twice those of a save."""
+    """Return the seconds from a stop signal to the end: `--grace`, or the time of a step and of two saves."""
     if options.grace is not None:
         return int(options.grace)
     save = facts.model.args.num_parameters * CHECKPOINT_BYTES / options.nodes / DISK_BYTES
@@ -152,7 +152,7 @@ def _require_names_and_paths(options: argparse.Namespace) -> None:
             raise JobError(f"--{option}: allowed: with --for {ONLY_FOR[option]}")
     _require_separate_mounts(options.volume)
     if options.volume and options.scheduler == "slurm" and not options.image:
-        raise JobError("--volume: allowed: with --image, whose container gets it; without one all paths are there")
+        raise JobError("--volume: allowed: with --image, for its container; without one all paths are there")
 
 
 def _require_separate_mounts(volumes: list[str]) -> None:
@@ -164,7 +164,9 @@ def _require_separate_mounts(volumes: list[str]) -> None:
         path = PurePosixPath(volume.partition(":")[2])
         if path in used or ".." in path.parts:
             mounted = ", ".join(sorted(map(str, used)))
-            raise JobError(f"--volume: given {volume!r}; allowed: a path of its own without .., not {mounted}")
+            raise JobError(
+                f"--volume: given {volume!r}; allowed: a path without .. that no other volume has, not {mounted}"
+            )
         used.add(path)
 
 
@@ -257,7 +259,7 @@ def _command(facts: Facts, options: argparse.Namespace) -> str:
     """Return the shell command of a pod.
 
     A pod that was killed leaves its lock in the run's folder. Its successor has the same host name and starts only
-    after its end, but cannot see that, so it deletes the lock of its own name.
+    after its end, but cannot see that, so it deletes the lock with its name.
     """
     locks = f"{shlex.quote(facts.config.job.dump_folder)}/run.lock.*"
     forget = f'grep -lsFZ "\\"host\\": \\"$(hostname)\\"" {locks} | xargs -0r rm -f'

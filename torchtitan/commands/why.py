@@ -1,4 +1,4 @@
-"""`torchtitan why RUN`: what bounds a run's speed, from its own records, and what to change first.
+"""`torchtitan why RUN`: what bounds a run's speed, by its records, and what to change first.
 
 The shares of time by cause are from the account of time that a run logs at every save and at its end, over all of its
 starts. A gain is an upper bound: the time that a cause takes. The planner's model of the run's own job, plan and
@@ -54,14 +54,14 @@ KILLED = 128 + signal.SIGKILL
 AFTER_ENDS = {
     exit_codes.CRASHED: "look at the traceback in the log of the rank that failed first",
     exit_codes.REFUSED: "remove the fault that the reason names",
-    exit_codes.NOT_LOADED: "see what the reason says about the checkpoint or its storage",
+    exit_codes.NOT_LOADED: "see the reason above, about the checkpoint or its storage",
     exit_codes.NON_FINITE: "`torchtitan replay {run} --step {step}` shows its origin",
     exit_codes.CRASH_LOOP: "remove the reason of the restarts, in the log of the rank that failed first",
-    exit_codes.HUNG: "see what the rank that the reason names was doing, in the newest folder of {run}/hangs",
+    exit_codes.HUNG: "see the stacks of the rank that the reason names, in the newest folder of {run}/hangs",
     exit_codes.NOT_SAVED: "make room, or repair the storage that the reason names, and start the run again",
     exit_codes.OUT_OF_MEMORY: "`torchtitan estimate --job.config_file {run}/config.toml` lists changes that fit",
     exit_codes.DIFFERING: "test the memory of the machine of the rank that the reason names",
-    exit_codes.NOT_EXPORTED: "see what the reason says; `torchtitan export {run}` repeats the export",
+    exit_codes.NOT_EXPORTED: "see the reason above; `torchtitan export {run}` repeats the export",
     KILLED: "if nobody has killed it, memory was used up: see `dmesg`, and the container's or SLURM's limit",
 }
 """Exit code of a run that failed -> what to do first."""
@@ -274,7 +274,7 @@ def main(argv: list[str]) -> int:
 
 
 def end_lines(run: Path, records: list[Record], config: JobConfig | None) -> Iterator[str]:
-    """Yield how the last start of a run ended, what to do about it, and where another start goes on."""
+    """Yield how the last start of a run ended, a remedy, and the step from which another start resumes."""
     described, end = describe_run_end(run, records), end_of(records)
     if not described:
         return
@@ -300,7 +300,7 @@ def remedy_of(run: Path, end: Record) -> str:
 
 
 def resume_line(run: Path, config: JobConfig, reached: int) -> str:
-    """Return where another start of a run goes on that has reached a step."""
+    """Return a line on the step from which another start resumes a run that has reached a step."""
     options = config.checkpoint
     try:
         saved = newest_step(run / options.folder) if options.enable else -1

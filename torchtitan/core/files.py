@@ -14,8 +14,8 @@ Two rules hold for the files of other programs (config.json, tokenizer_config.js
 
 1. Every key is used, known to have no effect here, or refused by name (`DeclaredKeys`). A reader that ignored the keys
    it does not know would train another model than the file describes, and say nothing.
-2. Sources of the same fact agree, or are refused (`agreed_value`). Preferring one of them is a guess. A key that is
-   there twice is such a fact (`load_json`).
+2. Sources of the same fact agree, or are refused (`agreed_value`). Preferring one of them is a guess. A key with two
+   values is such a fact (`load_json`).
 """
 
 import errno
@@ -181,12 +181,12 @@ def load_json(text: str | bytes) -> Any:
 
 
 def unique_keys(pairs: Sequence[tuple[str, Any]]) -> dict[str, Any]:
-    """Return a JSON object from its pairs. Raises ValueError for a repeated key, whose first value would be lost."""
+    """Return a JSON object from its pairs. Raises ValueError for a key with two values, of which one would be lost."""
     table = dict(pairs)
     if len(table) < len(pairs):
-        names = [name for name, _ in pairs]
-        repeated = next(name for name in names if names.count(name) > 1)
-        raise ValueError(f"the key {repeated!r} is there twice")
+        for name, value in pairs:
+            if json.dumps(value) != json.dumps(table[name]):  # 1 and true are equal in Python
+                raise ValueError(f"the key {name!r} is there twice, with different values; remove one of them")
     return table
 
 

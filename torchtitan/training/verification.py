@@ -90,12 +90,12 @@ def checkpoint_faults(run: Path, newest_step: int) -> Iterator[str]:
 
     Segments are made without these: a run whose checkpoints are worth nothing would still follow from its records.
     """
-    complete, refused = layout.complete_steps(run / RunJob.of_step(run, newest_step).job.config.checkpoint.folder)
+    checkpoints = run / RunJob.of_step(run, newest_step).job.config.checkpoint.folder
+    complete, refused = layout.complete_steps(checkpoints)
     yield from (f"{checkpoint.folder.name} is incomplete: {checkpoint.reason}" for checkpoint in refused)
     name = last_saved(run)
-    if name is not None and name not in {
-        path.name for path in [*complete, *(checkpoint.folder for checkpoint in refused)]
-    }:
+    present = {path.name for path in [*complete, *(checkpoint.folder for checkpoint in refused)]}
+    if name is not None and name not in present and not any(checkpoints.glob(f".aside-{name}-*")):
         yield f"{name}, which the run saved last by its {LAST_SAVE_FILE}, is missing"
 
 

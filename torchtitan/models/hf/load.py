@@ -169,7 +169,7 @@ class StoredWeights:
 
     @staticmethod
     def _stored_parts(hf_name: str, files: Mapping[str, str]) -> list[str]:
-        """Return the names of the tensors in `files` that hold one: its own, or those of packed matrices."""
+        """Return the names of the tensors in `files` that hold one: the one of its name, or packed matrices."""
         packed = [*packed_shapes(hf_name, (0, 0, 0))]
         return packed if hf_name not in files and not files.keys().isdisjoint(packed) else [hf_name]
 
@@ -185,7 +185,7 @@ class StoredWeights:
         if source is not None and copy is not None and not source.equals(copy):
             raise JobError(
                 f"{self.path}: {head} differs from {embedding}, but the job's model ties them, so it would be lost; "
-                "set model.overrides = {tied_embeddings = false} if the family can have a head of its own, or remove "
+                "set model.overrides = {tied_embeddings = false} if the family can have a separate head, or remove "
                 "it from the file"
             )
 
@@ -304,7 +304,7 @@ class _JoinedRows:
 
 
 def _read_rows(stored: Any, spans: tuple[slice, ...], name: str, rows: int, tensor_map: TensorMap) -> torch.Tensor:
-    """Read a slice of a tensor of so many rows from the stored one, in which rows of others may be joined to it."""
+    """Read a slice of a tensor with this number of rows from the stored one, which may have rows of others, too."""
     before, _ = tensor_map.place(name, rows)
     first, last = before + spans[0].start, before + spans[0].stop
     if not tensor_map.is_grouped(name):
@@ -350,7 +350,7 @@ class Shards:
         return self.open_files[file]
 
     def count_bytes(self, number: int) -> None:
-        """Note that so many bytes were read, and unmap the files if these are many."""
+        """Count bytes that were read, and unmap the files if these are many."""
         self.mapped_bytes += number
         if self.mapped_bytes > MAPPED_BYTES:
             self.stack.close()
