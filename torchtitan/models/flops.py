@@ -93,6 +93,7 @@ def delta_flops_per_token(sizes: DeltaSizes, seq_len: int) -> FlopsPerToken:
 
 
 class HybridSizes(ModelSizes, Protocol):
+    n_state_layers: int
     ssm_heads: int
     ssm_head_dim: int
     ssm_groups: int
@@ -100,13 +101,13 @@ class HybridSizes(ModelSizes, Protocol):
 
 
 def hybrid_flops_per_token(sizes: HybridSizes, seq_len: int) -> FlopsPerToken:
-    """Return the FLOPs of a model with linear attention without the delta rule in all layers, beside attention."""
+    """Return the FLOPs of a model with linear attention without the delta rule, beside attention or in its place."""
     attention, keys_of_chunk = flops_per_token(sizes, seq_len), min(seq_len, STATE_CHUNK)
 
     def of_states(chunk: float) -> float:
         of_keys = 2 * chunk * sizes.ssm_groups * sizes.ssm_state_dim
         of_values = sizes.ssm_heads * (4 * sizes.ssm_state_dim + 2 * chunk) * sizes.ssm_head_dim
-        return 3 * sizes.n_layers * (of_keys + of_values)
+        return 3 * sizes.n_state_layers * (of_keys + of_values)
 
     return FlopsPerToken(
         full=attention.full + of_states(keys_of_chunk), causal=attention.causal + of_states(causal_keys(keys_of_chunk))
@@ -125,8 +126,9 @@ def latent_flops_per_token(sizes: LatentSizes, seq_len: int) -> FlopsPerToken:
 
 
 def with_keys(sizes: ModelSizes, keys: float) -> float:
-    """Return the FLOPs per token if a query attends to `keys` keys on average."""
-    return _of_weights(sizes) + 12 * sizes.n_layers * sizes.n_heads * sizes.head_dim * keys
+    """Return the FLOPs per token if a query attends to `keys` keys on average, in the layers that have attention."""
+    layers = getattr(sizes, "n_attention_layers", sizes.n_layers)
+    return _of_weights(sizes) + 12 * layers * sizes.n_heads * sizes.head_dim * keys
 
 
 def latent_with_keys(sizes: LatentSizes, keys: float) -> float:

@@ -229,11 +229,11 @@ class Decay(nn.Module):
 def state_init(name: str, taps: int) -> Init | None:
     """Return the initial values of a parameter of a decay or a convolution; None for others.
 
-    Rates of decay are from 1/16 to 16, the same number per octave.
+    Rates of decay are from 1/16 to 16, the same number per octave. A mixer's outputs have all of its values.
     """
     if name.endswith("log_rate"):
         return Uniform(math.log(16))
-    if name.endswith("step_bias"):
+    if name.endswith(("step_bias", "skip.weight")):
         return Constant(1.0)
     return Normal(taps**-0.5) if ".conv_" in name and name.endswith("weight") else None
 
@@ -242,21 +242,21 @@ class StateKernel(nn.Module):
     """The exchange between tokens in a layer of linear attention: it sets the rows that the layer computes.
 
     It takes the place of an attention kernel among the kernels of a model. Here a row is a full sample. `delta`: see
-    `into_chunks`.
+    `into_chunks`. `head_shard`: index of this rank's share of the heads under tensor parallel.
     """
 
     backend, causal, window = "auto", True, 0
 
-    def __init__(self, delta: bool = True):
+    def __init__(self, delta: bool = True, head_shard: int = 0):
         super().__init__()
-        self.delta = delta
+        self.delta, self.head_shard = delta, head_shard
 
     def with_backend(self, backend: str) -> "StateKernel":
         return self
 
     def context_parallel(self, group: dist.ProcessGroup, layout: SequenceLayout) -> "StateKernel":
         """Return the kernel for the tokens of one rank, whatever the method of attention is."""
-        return ContextParallelState(group, layout, self.delta)
+        return ContextParallelState(group, layout, self.delta, self.head_shard)
 
     def caching(self) -> "StateKernel":
         """Return the kernel that continues where its last call ended, for generation."""
@@ -299,8 +299,8 @@ class ContextParallelState(StateKernel):
     rule, whatever the length.
     """
 
-    def __init__(self, group: dist.ProcessGroup, layout: SequenceLayout, delta: bool = True):
-        super().__init__(delta)
+    def __init__(self, group: dist.ProcessGroup, layout: SequenceLayout, delta: bool = True, head_shard: int = 0):
+        super().__init__(delta, head_shard)
         self.group_name, self.layout = group.group_name, layout
         self.places = layout.pieces_of(group.rank())
 
@@ -390,16 +390,13 @@ class CachingState(StateKernel):
 
 
 class HybridKernel(nn.Module):
-    """Attention and linear attention side by side: its mask is the pair of theirs, and calling it attends.
-
-    `head_shard`: index of this rank's share of the heads under tensor parallel.
-    """
+    """Attention and linear attention side by side: its mask is the pair of theirs, and calling it attends."""
 
     causal, window = True, 0
 
-    def __init__(self, attention: nn.Module, state: nn.Module, head_shard: int = 0):
+    def __init__(self, attention: nn.Module, state: nn.Module):
         super().__init__()
-        self.attention, self.state, self.head_shard = attention, state, head_shard
+        self.attention, self.state = attention, state
 
     @property
     def backend(self) -> str:
@@ -411,7 +408,7 @@ class HybridKernel(nn.Module):
 
     def with_parts(self, replace: Callable[[nn.Module], nn.Module]) -> "HybridKernel":
         """Return a kernel of what `replace` makes of both."""
-        return HybridKernel(*map(replace, self.parts), self.head_shard)
+        return HybridKernel(*map(replace, self.parts))
 
     def with_backend(self, backend: str) -> "HybridKernel":
         return self.with_parts(lambda part: part.with_backend(backend))

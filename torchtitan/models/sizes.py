@@ -247,6 +247,10 @@ class GatedDecoderSizes:
         """Return theta and scaling of a layer's rotary positions; None if it has none."""
         return self.rope_theta, self.rope_scaling
 
+    def has_state(self, layer: int) -> bool:
+        """Return True if a layer has a state that passes over the tokens, beside attention or in its place."""
+        return False
+
     def attention_linears(self, layer: int) -> Sizes:
         """Return the linear layers of a layer's attention, or of what it has in its place."""
         return grouped_attention(self.dim, self.n_heads, self.num_kv_heads, self.head_dim, self.attention_gate)
@@ -273,8 +277,12 @@ class GatedDecoderSizes:
         """Return the number of elements of each parameter of a block that is neither a matrix nor a bias of one."""
         return self.norm_widths | ({SINKS: self.n_heads} if self.sinks else {})
 
+    def biased_linears(self, layer: int) -> Sizes:
+        """Return the linear layers of a layer with a bias."""
+        return {name: sizes for name, sizes in self.block_linears(layer).items() if name in self.biases}
+
     def block_others(self, layer: int) -> Names:
-        return (*self.other_sizes(layer), *(f"{name}.bias" for name in self.biases))
+        return (*self.other_sizes(layer), *(f"{name}.bias" for name in self.biased_linears(layer)))
 
     @property
     def end_others(self) -> Names:
@@ -289,9 +297,9 @@ class GatedDecoderSizes:
     @property
     def num_block_others(self) -> int:
         """Number of elements of all parameters of the blocks that are no matrices of linear layers or experts."""
-        linears = self.block_linears(0)
-        biases = self.n_layers * sum(linears[name][0] for name in self.biases)
-        return biases + sum(sum(self.other_sizes(layer).values()) for layer in range(self.n_layers))
+        layers = range(self.n_layers)
+        biases = sum(outputs for layer in layers for outputs, _ in self.biased_linears(layer).values())
+        return biases + sum(sum(self.other_sizes(layer).values()) for layer in layers)
 
     @property
     def num_parameters(self) -> int:
@@ -352,6 +360,67 @@ class GatedArgs(GatedDecoderSizes):
     @property
     def num_kv_heads(self) -> int:
         return self.n_kv_heads
+
+
+def shortest_pattern(letters: str) -> str:
+    """Return the shortest text that, repeated and cut off, is `letters`."""
+    lengths = range(1, len(letters) + 1)
+    return next(letters[:length] for length in lengths if (letters[:length] * len(letters))[: len(letters)] == letters)
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerPattern(GatedDecoderSizes):
+    """Sizes of a decoder with several kinds of layers.
+
+    `layer_pattern` has a letter for each layer, and repeats: "*" for attention, STATE for what takes its place, others
+    of `LETTERS` as the family has them. Its shortest form is kept.
+    """
+
+    layer_pattern: str = "*"
+
+    STATE: ClassVar[str] = "M"
+    LETTERS: ClassVar[str] = "*M"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not self.layer_pattern or set(self.layer_pattern) - set(self.LETTERS):
+            raise JobError(
+                f"layer_pattern = {self.layer_pattern!r}: must be one or more of the letters {' '.join(self.LETTERS)}, "
+                "one for each layer, which repeat"
+            )
+        object.__setattr__(self, "layer_pattern", shortest_pattern(self.letters))
+
+    @property
+    def letters(self) -> str:
+        """The letters of all layers."""
+        return (self.layer_pattern * self.n_layers)[: self.n_layers]
+
+    def letter(self, layer: int) -> str:
+        return self.layer_pattern[layer % len(self.layer_pattern)]
+
+    def has_attention(self, layer: int) -> bool:
+        return self.letter(layer) == "*"
+
+    def has_state(self, layer: int) -> bool:
+        return self.letter(layer) == self.STATE
+
+    @property
+    def n_attention_layers(self) -> int:
+        return self.letters.count("*")
+
+    @property
+    def n_state_layers(self) -> int:
+        return self.letters.count(self.STATE)
+
+    def rope(self, layer: int) -> Rope | None:
+        return super().rope(layer) if self.has_attention(layer) else None
+
+    def attention_linears(self, layer: int) -> Sizes:
+        return super().attention_linears(layer) if self.has_attention(layer) else {}
+
+    def other_sizes(self, layer: int) -> dict[str, int]:
+        of_attention = () if self.has_attention(layer) else QK_NORMS
+        return {name: size for name, size in super().other_sizes(layer).items() if name not in of_attention}
 
 
 DEBUG: dict[str, Any] = dict(dim=256, n_layers=6, n_heads=8, n_kv_heads=4, head_dim=32, ffn_dim=768, vocab_size=2048)

@@ -41,7 +41,7 @@ from torchtitan.parallelisms.degrees import (
     sequence_multiples,
 )
 from torchtitan.parallelisms.plan import ParallelPlan, get_end_module, match_blocks, match_modules
-from torchtitan.parallelisms.sequence_layout import depends_on_head_index
+from torchtitan.parallelisms.sequence_layout import all_parts, depends_on_head_index
 from torchtitan.torch_internals import collectives
 from torchtitan.torch_internals.dispatch import local_parameters
 
@@ -68,7 +68,7 @@ def apply_tensor_parallel(
     tied = embedding is not None and head is not None and head.weight is embedding.weight
     border = RegionBorder(mesh, sequence_parallel)
     tokens_gradient = Partial() if sequence_parallel else Replicate()
-    for kernel in filter(depends_on_head_index, getattr(model, "kernels", ())):
+    for kernel in filter(depends_on_head_index, all_parts(getattr(model, "kernels", ()))):
         kernel.head_shard = border.rank
 
     for name, module in _matching(model, plan, plan.column):

@@ -3,27 +3,22 @@
 No torch here, so `torchtitan check` stays quick.
 """
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.core.errors import JobError, LimitError
+from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_biases, read_flag, read_number
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
-from torchtitan.models.sizes import DEBUG, GatedArgs, Names, Sizes, check_positive
-
-MIXER = "attention.mixer"
-SSM = f"{MIXER}.ssm_"
+from torchtitan.models.mamba2 import KEYS as MIXER_KEYS
+from torchtitan.models.mamba2 import Mamba2Args, mixer_config, mixer_sizes
+from torchtitan.models.sizes import DEBUG, GatedArgs
 
 
 @dataclass(frozen=True, kw_only=True)
-class FalconH1Args(GatedArgs):
-    """Sizes of Falcon-H1: in each layer attention and a Mamba-2 mixer of the same input, and factors everywhere.
-
-    The mixer has `ssm_heads` of `ssm_head_dim` features. Each head has a state of `ssm_state_dim` vectors of these; the
-    heads of a group share what is stored under (B in Mamba's papers) and what reads it (C).
-    """
+class FalconH1Args(Mamba2Args, GatedArgs):
+    """Sizes of Falcon-H1: in each layer attention and a Mamba-2 mixer of the same input, and factors everywhere."""
 
     n_kv_heads: int = 2
     vocab_size: int = 32784
@@ -31,16 +26,6 @@ class FalconH1Args(GatedArgs):
     max_seq_len: int = 262144
     attention_bias: bool = False
     mlp_bias: bool = False
-    ssm_heads: int = 24
-    ssm_head_dim: int = 64
-    ssm_state_dim: int = 256
-    ssm_groups: int = 1
-    ssm_bias: bool = False  # of the mixer's inputs
-    ssm_out_bias: bool = False
-    ssm_norm: bool = False  # an RMS norm of each group's outputs
-    norm_before_gate: bool = False  # else after it
-    conv_taps: int = 4  # tokens that the mixer's convolution sees
-    conv_bias: bool = True
     embedding_multiplier: float = 1.0
     head_multiplier: float = 1.0  # of the logits
     key_multiplier: float = 1.0
@@ -58,21 +43,16 @@ class FalconH1Args(GatedArgs):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check_positive(self, "ssm_heads", "ssm_head_dim", "ssm_state_dim", "ssm_groups", "conv_taps")
         for name in (*FACTORS, *MLP_FACTORS, *SSM_FACTORS):
             if getattr(self, name) <= 0:
                 raise JobError(f"{name} = {getattr(self, name)}: must be above 0")
-        if self.ssm_heads % self.ssm_groups:
-            raise JobError(
-                f"ssm_groups = {self.ssm_groups} with ssm_heads = {self.ssm_heads}: every group has the same number of "
-                "heads, so ssm_groups must divide ssm_heads"
-            )
 
-    def limits(self, overrides: Mapping[str, Any], *, tp: int, cp: int, pp: int) -> Iterator[LimitError]:
-        """Yield the limits on a job's parallel degrees: a rank has heads of whole groups, or of one."""
-        if self.ssm_groups % tp and tp % self.ssm_groups:
-            allowed = f"a divisor or a multiple of ssm_groups {self.ssm_groups}, as a rank reads whole groups or one"
-            yield LimitError("parallelism.tensor_parallel_degree", tp, allowed, "write one of these")
+    def has_state(self, layer: int) -> bool:
+        return True
+
+    @property
+    def n_state_layers(self) -> int:
+        return self.n_layers
 
     @property
     def query_scale(self) -> float:
@@ -81,33 +61,6 @@ class FalconH1Args(GatedArgs):
     @property
     def logits_divisor(self) -> float:
         return 1 / self.head_multiplier
-
-    @property
-    def n_state_layers(self) -> int:
-        return self.n_layers
-
-    @property
-    def ssm_widths(self) -> dict[str, int]:
-        """Width of each part of the mixer's input in all heads: gates, values, B, C, steps."""
-        values, keys = self.ssm_heads * self.ssm_head_dim, self.ssm_groups * self.ssm_state_dim
-        return {"z": values, "x": values, "b": keys, "c": keys, "dt": self.ssm_heads}
-
-    @property
-    def biases(self) -> Names:
-        inputs = tuple(SSM + part for part in self.ssm_widths) if self.ssm_bias else ()
-        return (*super().biases, *inputs, *((f"{SSM}out",) if self.ssm_out_bias else ()))
-
-    def attention_linears(self, layer: int) -> Sizes:
-        inputs = {SSM + part: (width, self.dim) for part, width in self.ssm_widths.items()}
-        return super().attention_linears(layer) | inputs | {f"{SSM}out": (self.dim, self.ssm_widths["x"])}
-
-    def other_sizes(self, layer: int) -> dict[str, int]:
-        widths = self.ssm_widths
-        sizes = {f"{MIXER}.conv_{part}.weight": widths[part] * self.conv_taps for part in "xbc"}
-        sizes |= {f"{MIXER}.conv_{part}.bias": widths[part] for part in "xbc" if self.conv_bias}
-        sizes |= dict.fromkeys((f"{MIXER}.decay.log_rate", f"{MIXER}.decay.step_bias"), self.ssm_heads)
-        sizes |= {f"{MIXER}.skip.weight": self.ssm_heads}
-        return super().other_sizes(layer) | sizes | ({f"{SSM}norm.weight": widths["x"]} if self.ssm_norm else {})
 
 
 FACTORS = {
@@ -123,18 +76,10 @@ FACTORS = {
 MLP_FACTORS = ("gate_multiplier", "down_multiplier")
 SSM_FACTORS = tuple(f"ssm_{part}_multiplier" for part in ("z", "x", "b", "c", "dt"))
 """Factors that a list in config.json has, in its order: `mlp_multipliers` and `ssm_multipliers`."""
-SSM_SIZES = {
-    "ssm_heads": ("mamba_n_heads", 128),
-    "ssm_state_dim": ("mamba_d_state", 256),
-    "ssm_groups": ("mamba_n_groups", 1),
-    "conv_taps": ("mamba_d_conv", 4),
-}
-SSM_FLAGS = {
-    "ssm_bias": ("mamba_proj_bias", False),
+FLAGS = {
     "ssm_out_bias": ("projectors_bias", False),
     "ssm_norm": ("mamba_rms_norm", False),
     "norm_before_gate": ("mamba_norm_before_gate", True),
-    "conv_bias": ("mamba_conv_bias", True),
 }
 """Names here and in config.json, and transformers' values where it leaves them out."""
 
@@ -179,13 +124,13 @@ def _to_hf(args: FalconH1Args, dtype: Any = "float32") -> dict[str, Any]:
     return (
         gated_config(args, dtype)
         | {key: float(getattr(args, name)) for name, key in FACTORS.items()}  # transformers refuses whole ones
-        | {key: getattr(args, name) for name, (key, _) in (SSM_SIZES | SSM_FLAGS).items()}
+        | {key: getattr(args, name) for name, (key, _) in FLAGS.items()}
+        | mixer_config(args)
         | {
             "architectures": ["FalconH1ForCausalLM"],
             "model_type": "falcon_h1",
             "mlp_bias": args.mlp_bias,
             "mamba_d_ssm": args.ssm_widths["x"],
-            "mamba_d_head": args.ssm_head_dim,
             "mlp_multipliers": [float(getattr(args, name)) for name in MLP_FACTORS],
             "ssm_multipliers": [float(getattr(args, name)) for name in SSM_FACTORS],
         }
@@ -194,33 +139,16 @@ def _to_hf(args: FalconH1Args, dtype: Any = "float32") -> dict[str, Any]:
 
 def _from_hf(config: Mapping[str, Any]) -> FalconH1Args:
     check_supported(config, {"hidden_act": "silu"})
-    limit = config.get("time_step_limit", NO_LIMITS[0])
-    if limit not in NO_LIMITS:
-        raise JobError(
-            f"time_step_limit = {limit!r}, but steps of this model only are above 0; allowed: [0.0, Infinity]"
-        )
     sizes = gated_sizes(config, 8192, kv_heads=8)
-    sizes |= {name: read_number(config, key, default) for name, (key, default) in SSM_SIZES.items()}
-    sizes |= {name: read_flag(config, key, default) for name, (key, default) in SSM_FLAGS.items()}
+    width = read_number(config, "mamba_d_ssm", 1024, null=read_number(config, "mamba_expand", 2) * sizes["dim"])
+    sizes |= mixer_sizes(config, width, "mamba_d_ssm, or if it is null mamba_expand x hidden_size")
+    sizes |= {name: read_flag(config, key, default) for name, (key, default) in FLAGS.items()}
     sizes |= {name: _read_factor(key, config.get(key, 1.0)) for name, key in FACTORS.items()}
     sizes |= _read_factors(config, "mlp_multipliers", MLP_FACTORS) | _read_factors(
         config, "ssm_multipliers", SSM_FACTORS
     )
     sizes |= {"norm_eps": read_number(config, "rms_norm_eps", 1e-5)} | read_biases(config)
-    return FalconH1Args(**sizes, ssm_head_dim=_read_head_dim(config, sizes["dim"], sizes["ssm_heads"]))
-
-
-def _read_head_dim(config: Mapping[str, Any], dim: int, heads: int) -> int:
-    """Return the features of a head of the mixer. Raises JobError unless its heads make up its width."""
-    width = read_number(config, "mamba_d_ssm", 1024, null=read_number(config, "mamba_expand", 2) * dim)
-    even = width // max(heads, 1)
-    head_dim = even if config.get("mamba_d_head") == "auto" else read_number(config, "mamba_d_head", even)
-    if heads * head_dim != width:
-        raise JobError(
-            f"mamba_n_heads = {heads} of mamba_d_head = {head_dim} do not make up the mixer's width {width} "
-            "(mamba_d_ssm, or if it is null mamba_expand x hidden_size); allowed: heads that do"
-        )
-    return head_dim
+    return FalconH1Args(**sizes)
 
 
 def _read_factors(config: Mapping[str, Any], key: str, names: tuple[str, ...]) -> dict[str, float]:
@@ -241,12 +169,10 @@ def _read_factor(key: str, factor: Any) -> float:
     return read_number({key: factor}, key, 1.0)
 
 
-NO_LIMITS = ([0.0, float("inf")], [0.0, {"__float__": "Infinity"}])
-"""Of steps, as transformers 4 and 5 write them."""
 KEYS = config_keys(
     DECODER_KEYS
-    | {"head_dim", "mlp_bias", "mamba_d_ssm", "mamba_d_head", "mamba_expand", "mlp_multipliers", "ssm_multipliers"}
-    | {*FACTORS.values(), *(key for key, _ in (SSM_SIZES | SSM_FLAGS).values()), "time_step_limit"},
+    | {"head_dim", "mlp_bias", "mamba_d_ssm", "mlp_multipliers", "ssm_multipliers"}
+    | {*FACTORS.values(), *(key for key, _ in FLAGS.values()), *MIXER_KEYS},
     # of computation and generation, and one from which published folders' widths follow that they also have
     harmless=("mamba_chunk_size", "num_logits_to_keep", "mlp_expansion_factor"),
     defaults={"mamba_use_mlp": True},

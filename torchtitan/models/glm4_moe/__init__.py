@@ -7,7 +7,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import (
     check_supported,
@@ -93,9 +92,7 @@ FLAGS |= {"qk_norm": ("use_qk_norm", False)}
 def _to_hf(args: Glm4MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
     """Return the fields of transformers' Glm4MoeConfig. Raises JobError for unsupported routing."""
     supported = {"score": "sigmoid", "expert_bias": True, "score_before_experts": False}
-    check_exported(args, supported | ({"group_score": "top2"} if args.n_groups > 1 else {}), "GLM 4")
-    if args.n_shared_experts == 0:
-        raise JobError("n_shared_experts = 0: transformers' GLM 4 with experts has at least 1")
+    check_exported(args, supported | ({"group_score": "top2"} if args.n_groups > 1 else {}), "GLM 4", shares=True)
     names = SIZE_KEYS | {name: key for name, (key, _) in (ABSENT | FLAGS).items()}
     return (
         decoder_config(args, dtype)

@@ -10,19 +10,29 @@ from typing import Any, ClassVar
 from torchtitan.models.family import NOT_IN_FORWARD, ConfigConverter, Family
 from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_biases, read_number
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
-from torchtitan.models.sizes import DEBUG, GatedArgs, check_probabilities
+from torchtitan.models.sizes import DEBUG, GatedArgs, GatedDecoderSizes, check_probabilities
 
 
 @dataclass(frozen=True, kw_only=True)
-class GraniteArgs(GatedArgs):
-    """Sizes of Granite. Attention scores are the products of queries and keys times `attention_multiplier`."""
+class GraniteFactors(GatedDecoderSizes):
+    """Attention scores are the products of queries and keys times `attention_multiplier`."""
 
-    vocab_size: int = 49155
-    max_seq_len: int = 4096
     embedding_multiplier: float = 12.0
     attention_multiplier: float = 0.0078125
     residual_multiplier: float = 0.22
     logits_divisor: float = 16.0
+
+    @property
+    def query_scale(self) -> float:
+        return self.attention_multiplier * self.head_dim**0.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class GraniteArgs(GraniteFactors, GatedArgs):
+    """Sizes of Granite."""
+
+    vocab_size: int = 49155
+    max_seq_len: int = 4096
     attention_bias: bool = False
     mlp_bias: bool = False
     attention_dropout: float = 0.0  # of attention probabilities; 0.1 in published folders
@@ -32,10 +42,6 @@ class GraniteArgs(GatedArgs):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_probabilities(self, "attention_dropout")
-
-    @property
-    def query_scale(self) -> float:
-        return self.attention_multiplier * self.head_dim**0.5
 
 
 _8b: dict[str, Any] = dict(dim=4096, n_layers=40, n_heads=32, n_kv_heads=8, ffn_dim=12800, tied_embeddings=True)

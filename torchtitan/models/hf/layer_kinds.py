@@ -102,6 +102,22 @@ def read_interval(
     return interval
 
 
+LEGACY_KINDS = {"mamba": "linear_attention", "attention": FULL}
+"""transformers' former names of kinds of layers."""
+
+
+def read_pattern(config: Mapping[str, Any], n_layers: int, kinds: Mapping[str, str], key: str = "layer_types") -> str:
+    """Return the layer_pattern (`LayerPattern`) of a list of kinds. `kinds`: letter -> transformers' name.
+
+    Raises JobError for another list.
+    """
+    names, letters = config.get(key), {kind: letter for letter, kind in kinds.items()}
+    letters |= {former: letters[kind] for former, kind in LEGACY_KINDS.items() if kind in letters}
+    if not isinstance(names, list) or len(names) != n_layers or any(letters.get(str(name)) is None for name in names):
+        raise JobError(f"{key} = {names!r}; allowed: {n_layers} entries, each one of {', '.join(kinds.values())}")
+    return "".join(letters[name] for name in names)
+
+
 def rope_of_kind(config: Mapping[str, Any], kind: str) -> Any:
     """Return the entry of rope_parameters for a kind of layers. Raises JobError for other entries."""
     tables = config.get("rope_parameters")

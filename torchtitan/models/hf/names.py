@@ -204,6 +204,9 @@ class TensorMap:
             elif self.is_interleaved(name):
                 if name == joined[0]:
                     hf_state[names[0]] = torch.stack([state[key] for key in joined], dim=-1).flatten(-2)
+            elif self.is_stack(name):
+                if name == joined[0]:
+                    hf_state[names[0]] = torch.cat([state[key].transpose(1, 2) for key in joined], dim=1)
             elif name == joined[0]:
                 parts = [self.rows_to_hf(key, state[key]) if self.is_reordered(key) else state[key] for key in joined]
                 value = parts[0] if len(parts) == 1 else torch.cat(parts)
@@ -226,6 +229,10 @@ class TensorMap:
                 continue
             if self.is_interleaved(names[0]):
                 ours |= {name: value[..., column :: len(names)] for column, name in enumerate(names)}
+                continue
+            if self.is_stack(names[0]):
+                stacked = value.transpose(1, 2).chunk(len(names), dim=2)
+                ours |= dict(zip(names, stacked, strict=True))
                 continue
             value = value.t() if self.is_transposed(names[0]) else value
             heights = [self.rows.get(_within_layer(name), len(value) // len(names)) for name in names]

@@ -268,8 +268,23 @@ PLAIN_SOFTMAX: Mapping[str, Any] = {
 """Routing of transformers' models without groups of experts, of which n_shared_experts and normalize_top_k differ."""
 
 
-def check_exported(args: MoEArgs, only: Mapping[str, Any], family: str) -> None:
-    """Raise JobError if an argument has another value than the one that transformers' models of a family have."""
+def number_of_shared_experts(width_key: str, width: int, size_key: str, size: int) -> int:
+    """Return the number of shared experts of this width in all, of experts of a size; the keys are config.json's.
+
+    Raises JobError unless it is a whole number.
+    """
+    if width < 1 or size < 1 or width % size:
+        raise JobError(f"{width_key} = {width}; allowed: a multiple of {size_key} = {size}")
+    return width // size
+
+
+def check_exported(args: MoEArgs, only: Mapping[str, Any], family: str, shares: bool = False) -> None:
+    """Raise JobError if an argument has another value than the one that transformers' models of a family have.
+
+    `shares`: they have at least one shared expert.
+    """
     for name, supported in only.items():
         if getattr(args, name) != supported:
             raise JobError(f"{name} = {getattr(args, name)!r}: transformers' {family} only has {supported!r}")
+    if shares and args.n_shared_experts == 0:
+        raise JobError(f"n_shared_experts = 0: transformers' {family} has at least 1")

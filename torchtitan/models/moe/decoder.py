@@ -29,7 +29,7 @@ class ExpertDecoder(GatedDecoder):
 
     @staticmethod
     def build_block(args: Any, layer: int, attention: nn.Module) -> ResidualBlock:
-        if STACK in args.ffn_linears(layer):
+        if STACK in args.block_linears(layer):
             return MoEBlock(args, attention, partial(norm_of(args), args.dim, args.norm_eps))
         return GatedDecoder.build_block(args, layer, attention)
 

@@ -7,12 +7,11 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import check_numbers, read_flag, read_number
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.hf.layer_kinds import read_windows
-from torchtitan.models.moe import PLAIN_SOFTMAX, GroupedMoEArgs, check_exported
+from torchtitan.models.moe import PLAIN_SOFTMAX, GroupedMoEArgs, check_exported, number_of_shared_experts
 from torchtitan.models.qwen3_moe import ALIASES, NOT_COMPUTED, qwen_config, qwen_sizes
 from torchtitan.models.qwen3_moe import USED as QWEN3_USED
 from torchtitan.models.sizes import QKV, Names
@@ -60,36 +59,33 @@ QWEN2_MOE = {
 }
 
 
+SHARED_KEY = "shared_expert_intermediate_size"
+
+
 def _to_hf(args: Qwen2MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
     """Return the fields of transformers' Qwen2MoeConfig. Raises JobError for unsupported routing."""
-    check_exported(args, PLAIN_SOFTMAX, "Qwen 2")
-    if args.n_shared_experts == 0:
-        raise JobError("n_shared_experts = 0: transformers' Qwen 2 with experts has at least 1")
+    check_exported(args, PLAIN_SOFTMAX, "Qwen 2 with experts", shares=True)
     config = qwen_config(args, dtype)
     del config["attention_bias"]  # no field of Qwen2MoeConfig
     return config | {
         "architectures": ["Qwen2MoeForCausalLM"],
         "model_type": "qwen2_moe",
         "qkv_bias": args.qkv_bias,
-        "shared_expert_intermediate_size": args.n_shared_experts * args.expert_dim,
+        SHARED_KEY: args.n_shared_experts * args.expert_dim,
     }
 
 
 def _from_hf(config: Mapping[str, Any]) -> Qwen2MoEArgs:
     sizes = qwen_sizes(config)
-    check_numbers(config, ("shared_expert_intermediate_size",))
+    check_numbers(config, (SHARED_KEY,))
     last = read_number(config, "max_window_layers", 28)
     windows = read_windows(config, [i % 2 == 0 and i < last for i in range(sizes["n_layers"])], nullable=False)
-    shared, remainder = divmod(config["shared_expert_intermediate_size"], sizes["expert_dim"])
-    if remainder:
-        raise JobError(
-            f"shared_expert_intermediate_size = {config['shared_expert_intermediate_size']}; allowed: a multiple of "
-            f"moe_intermediate_size = {sizes['expert_dim']}"
-        )
+    width = config[SHARED_KEY]
+    shared = number_of_shared_experts(SHARED_KEY, width, "moe_intermediate_size", sizes["expert_dim"])
     return Qwen2MoEArgs(**sizes, **windows, n_shared_experts=shared, qkv_bias=read_flag(config, "qkv_bias", True))
 
 
-USED = (*QWEN3_USED, "qkv_bias", "shared_expert_intermediate_size", "layer_types", "max_window_layers")
+USED = (*QWEN3_USED, "qkv_bias", SHARED_KEY, "layer_types", "max_window_layers")
 KEYS = config_keys(
     DECODER_KEYS - {"attention_bias", "intermediate_size"} | {*USED}, harmless=(*NOT_COMPUTED, "attention_bias")
 )

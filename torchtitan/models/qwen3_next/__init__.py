@@ -23,7 +23,7 @@ from torchtitan.models.hf.config import (
 )
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.hf.layer_kinds import every_nth, partial_rotary_factor, read_interval
-from torchtitan.models.moe import PLAIN_SOFTMAX, GroupedMoEArgs, check_exported
+from torchtitan.models.moe import PLAIN_SOFTMAX, GroupedMoEArgs, check_exported, number_of_shared_experts
 from torchtitan.models.sizes import (
     DEBUG,
     NORMS,
@@ -206,9 +206,7 @@ def _delta_sizes(config: Mapping[str, Any], kv_heads: int, *needed: str) -> dict
 
 def _expert_config(args: Qwen3NextArgs, dtype: Any, only: Mapping[str, Any], family: str) -> dict[str, Any]:
     """Return the fields that families with experts share. Raises JobError for other routing than `only`."""
-    check_exported(args, only, family)
-    if args.n_shared_experts == 0:
-        raise JobError(f"n_shared_experts = 0: transformers' {family} has at least 1")
+    check_exported(args, only, family, shares=True)
     sizes = {key: getattr(args, name) for name, (key, _) in EXPERT_SIZES.items()}
     width = {"shared_expert_intermediate_size": args.n_shared_experts * args.expert_dim}
     return _delta_config(args, dtype) | sizes | width
@@ -218,13 +216,9 @@ def _expert_sizes(config: Mapping[str, Any], names: Mapping[str, tuple[str, Any]
     """Return the arguments that `_expert_config` writes. `names`: keys and defaults as in EXPERT_SIZES."""
     sizes = _delta_sizes(config, 2)
     sizes |= {name: read_number(config, key, default) for name, (key, default) in names.items()}
-    width = read_number(config, "shared_expert_intermediate_size", 512)
-    if width < 1 or sizes["expert_dim"] < 1 or width % sizes["expert_dim"]:
-        raise JobError(
-            f"shared_expert_intermediate_size = {width}; allowed: a multiple of moe_intermediate_size = "
-            f"{sizes['expert_dim']}"
-        )
-    return sizes | {"n_shared_experts": width // sizes["expert_dim"]}
+    key = "shared_expert_intermediate_size"
+    width, size = read_number(config, key, 512), sizes["expert_dim"]
+    return sizes | {"n_shared_experts": number_of_shared_experts(key, width, "moe_intermediate_size", size)}
 
 
 def _next_to_hf(args: Qwen3NextArgs, dtype: Any = "float32") -> dict[str, Any]:
