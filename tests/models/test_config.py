@@ -135,6 +135,11 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
     "phi": ((DECODER[0], "layer_norm_eps", *DECODER[2:], "partial_rotary_factor", "resid_pdrop"), DECODER[:1]),
     "stablelm": ((DECODER[0], "layer_norm_eps", *DECODER[2:], "partial_rotary_factor"), ()),
     "granite": ((*DECODER, "head_dim", "embedding_multiplier", "logits_scaling"), DECODER[:1]),
+    "granite4": (
+        (*DECODER, "head_dim", *MAMBA[:4], "embedding_multiplier", "logits_scaling", "mamba_expand")
+        + ("num_local_experts", "num_experts_per_tok", "shared_intermediate_size", "router_aux_loss_coef"),
+        DECODER[:1],
+    ),
     "olmo2": ((*DECODER, "head_dim"), DECODER[:1]),
     "olmo3": ((*DECODER[:-1], "head_dim", "sliding_window"), DECODER[:1]),
     "phi3": ((*DECODER, "head_dim", "sliding_window"), ("num_key_value_heads", "sliding_window")),

@@ -184,12 +184,16 @@ def test_matmul_parameters_are_those_of_linear_layers(family, flavor):
     assert sum(module.weight.numel() for module in linear) == SIZES[family][flavor].num_matmul_parameters
 
 
-@pytest.mark.parametrize("family, flavor", [(f, flavor) for f in ROUTED for flavor in SIZES[f]])
+WITH_EXPERTS = [(f, flavor) for f in ROUTED for flavor, args in SIZES[f].items() if hasattr(args, "n_experts")]
+
+
+@pytest.mark.parametrize("family, flavor", WITH_EXPERTS)
 def test_active_parameters_count_only_the_chosen_experts(family, flavor):
     args, model = SIZES[family][flavor], on_meta(family, flavor)
     assert ACTIVE.get((family, flavor), args.num_active_parameters) == args.num_active_parameters
-    others = ("norm.weight", "bias", "sinks.weight", "log_rate", "tok_embeddings.weight")
-    others += tuple(f"conv_{part}.weight" for part in "qkv")
+    others = ("norm.weight", "bias", "sinks.weight", "log_rate", "skip.weight")
+    others += tuple(f"conv_{part}.weight" for part in "qkvxbc")
+    others += () if args.tied_embeddings else ("tok_embeddings.weight",)
     outside = sum(p.numel() for name, p in model.named_parameters() if name.endswith(others))
     of_experts = sum(p.numel() for name, p in model.named_parameters() if "experts.w" in name and "bias" in name)
     idle_experts = args.n_experts - args.top_k

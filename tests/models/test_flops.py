@@ -96,7 +96,8 @@ def test_linear_attention_equals_torchs_counter(family, monkeypatch):
     for module in (linear_attention, flops):
         monkeypatch.setattr(module, "CHUNK" if module is linear_attention else "STATE_CHUNK", 8)
     args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2, vocab_size=256)
-    args = dataclasses.replace(args, full_interval=2) if hasattr(args, "full_interval") else args
+    kinds = {"full_interval": 2, "layer_pattern": "M*"}
+    args = dataclasses.replace(args, **{name: kind for name, kind in kinds.items() if hasattr(args, name)})
     spec = MODELS[family]
     counted = counted_of(spec.build(args), 1024)
     assert counted == pytest.approx(spec.flops_per_token(args, 1024).full, rel=2e-3)

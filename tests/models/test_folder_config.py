@@ -110,6 +110,9 @@ PUBLISHED = {
     "glm": {"attention_dropout": 0.0, "use_cache": True, "rope_theta": 10000.0},
     "glm4": {"attention_dropout": 0.0, "use_cache": True, "transformers_version": "4.52.0.dev0"},
     "granite": {"attention_dropout": 0.1, "rope_scaling": None, "use_cache": True},
+    "granitemoehybrid": {"attention_dropout": 0.0, "init_method": "mup", "normalization_function": "rmsnorm"}
+    | {"mamba_chunk_size": 256, "position_embedding_type": "nope", "rope_scaling": None, "output_router_logits": False}
+    | {"time_step_limit": [0.0, float("inf")]},
     "ministral3": {"attention_dropout": 0.0, "use_cache": True, "sliding_window": None},
     "olmo2": {"attention_dropout": 0.0, "rope_scaling": None, "use_cache": True},
     "olmo3": {"attention_dropout": 0.0, "use_cache": True},

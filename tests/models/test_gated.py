@@ -165,6 +165,7 @@ def test_dropout_of_residuals_is_where_transformers_has_it(monkeypatch):
         ("falcon_h1", {"conv_taps": 0}, "conv_taps = 0: must be at least 1"),
         ("falcon_h1", {"head_multiplier": 0.0}, "head_multiplier = 0.0: must be above 0"),
         ("falcon_h1", {"ssm_dt_multiplier": -1.0}, "ssm_dt_multiplier = -1.0: must be above 0"),
+        ("granite4", {"ssm_groups": 3}, "ssm_groups = 3 with ssm_heads = 4.*divide"),
         ("gemma2", {"sliding_window": 0}, "sliding_window = 0: must be at least 1"),
         ("gemma2", {"query_scalar": 0}, "query_scalar = 0: must be at least 1"),
         ("gemma2", {"score_cap": -1.0}, "score_cap = -1.0: must not be negative"),
@@ -303,6 +304,18 @@ LONG = {"type": "longrope", "short_factor": [1.0, 1.0, 2.0, 3.0], "long_factor":
         ("falcon_h1", {"mamba_use_mlp": False}, "mamba_use_mlp = False"),
         ("falcon_h1", {"mamba_rms_norm": None}, "mamba_rms_norm = None; allowed: true or false"),
         ("falcon_h1", {"layers_block_type": ["hybrid"]}, "layers_block_type"),
+        ("granite4", {"mamba_n_heads": 5}, "5 of mamba_d_head = 8 do not .* width 32 .mamba_expand x hidden_siz"),
+        ("granite4", {"layer_types": ["mamba"] * 3}, "layer_types = .*; allowed: 4 entries, each one of linear_att"),
+        ("granite4", {"layer_types": ["mamba"] * 3 + [["x"]]}, "layer_types = .*; allowed: 4 entries, each one of"),
+        ("granite4", {"layer_types": None}, "layer_types = None; allowed: 4 entries"),
+        ("granite4", {"layers_block_type": ["mamba"] * 4}, "layer_types: .* must be equal; remove the wrong one"),
+        ("granite4", {"position_embedding_type": "alibi"}, "position_embedding_type = 'alibi'; allowed: 'rope', or 'n"),
+        ("granite4", {"position_embedding_type": ["rope"]}, "position_embedding_type = .'rope'.; allowed: 'rope', or"),
+        ("granite4", {"shared_intermediate_size": 24}, "24; allowed: a multiple of intermediate_size = 16"),
+        ("granite4", {"normalization_function": "layernorm"}, "normalization_function = 'layernorm'"),
+        ("granite4", {"attention_dropout": 0.1}, "attention_dropout = 0.1, but attention of this family drops no"),
+        ("granite4 dense", {"time_step_limit": None}, "time_step_limit = None, but .* allowed: .0.0, Infinity"),
+        ("granite4 dense", {"num_local_experts": None}, "num_local_experts = None; allowed: a whole number"),
         ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping = 0.0; allowed: a number above 0, or null"),
         ("gemma2", {"final_logit_softcapping": -3.0}, "final_logit_softcapping = -3.0; allowed: a number above 0"),
         (
@@ -344,8 +357,12 @@ def test_a_config_of_another_model_is_refused(shape, change, message):
     refuse_config(args, spec.hf, change, message)
 
 
+ROUTERS = {"gpt_oss": "mlp.router", "granite4": "block_sparse_moe.router"}
+"""transformers' names, where they are no mlp.gate."""
+
+
 @pytest.mark.parametrize("n_layers", [1, 3])
-@pytest.mark.parametrize("shape", ["mixtral", "mixtral window", "qwen2_moe", "gpt_oss", "qwen3_next", "qwen3_5_moe"])
+@pytest.mark.parametrize("shape", [*ROUTERS, "mixtral", "mixtral window", "qwen2_moe", "qwen3_next", "qwen3_5_moe"])
 def test_the_auxiliary_loss_of_experts_is_that_of_transformers(shape, n_layers):
     """Of a sequence, as the mean over the layers; transformers joins the layers before it judges their balance."""
     spec, args, reference, config_class = parts(shape)
@@ -365,8 +382,8 @@ def test_the_auxiliary_loss_of_experts_is_that_of_transformers(shape, n_layers):
     assert spec.balance.take_aux_loss(model).item() / tokens.numel() == pytest.approx(loss.item(), rel=1e-6)
     for layer in range(n_layers):
         ours = model.get_parameter(f"layers.{layer}.moe.router.gate.weight").grad
-        router = "router" if shape == "gpt_oss" else "gate"
-        assert close(ours, hf_model.get_parameter(f"model.layers.{layer}.mlp.{router}.weight").grad, 1e-5)
+        router = ROUTERS.get(shape, "mlp.gate")
+        assert close(ours, hf_model.get_parameter(f"model.layers.{layer}.{router}.weight").grad, 1e-5)
 
 
 @pytest.mark.parametrize(
@@ -384,6 +401,9 @@ def test_the_auxiliary_loss_of_experts_is_that_of_transformers(shape, n_layers):
             {"n_shared_experts": 0},
             "n_shared_experts = 0: transformers' Qwen 3-Next has at least 1",
         ),
+        ("granite4", {"n_shared_experts": 0}, "n_shared_experts = 0: transformers' Granite 4 has at least 1"),
+        ("granite4", {"normalize_top_k": False}, "normalize_top_k = False: transformers' Granite 4 only has True"),
+        ("granite4 dense", {"ssm_head_dim": 6}, "ssm_heads = 4 of ssm_head_dim = 6: .* multiple of it, here of dim"),
         ("mixtral", {"normalize_top_k": False}, "normalize_top_k = False: transformers' Mixtral only has True"),
         ("qwen3_5_moe", {"normalize_top_k": False}, "normalize_top_k = False: transformers' Qwen 3.5 only has True"),
         ("glm4_moe_lite", {"score": "softmax"}, "score = 'softmax': transformers' GLM 4.7 Flash only has 'sigmoid'"),

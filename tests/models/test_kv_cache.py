@@ -11,6 +11,7 @@ from torchtitan.models.deepseek.model import Deepseek
 from torchtitan.models.falcon_h1.model import FalconH1
 from torchtitan.models.gemma2.model import Gemma2
 from torchtitan.models.gemma3.model import Gemma3
+from torchtitan.models.granite4.model import Granite4
 from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
@@ -26,6 +27,7 @@ MODELS = {
     "falcon_h1, a state beside attention": (FalconH1, GATED["falcon_h1"]),
     "gemma2, capped scores": (Gemma2, GATED["gemma2"]),
     "gemma3, windows in some layers": (Gemma3, GEMMA3["plain"]),
+    "granite4, a state in most layers": (Granite4, GATED["granite4"]),
     "qwen3_next, a state in most layers": (Qwen3Next, GATED["qwen3_next"]),
     "qwen3_5, a state in most layers": (Qwen35, GATED["qwen3_5"]),
     "qwen3_moe": (Qwen3MoE, QWEN3_MOE["published"]),

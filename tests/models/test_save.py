@@ -33,6 +33,7 @@ FAMILIES = [
     "deepseek v3",
     "falcon_h1",
     "gemma3",
+    "granite4",
     "gpt2",
     "mistral",
     "mixtral",

@@ -37,6 +37,7 @@ MICRO_SIZE = dict(dim=48, n_heads=4, vocab_size=104)
 LATENT = dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
 DELTA = dict(n_kv_heads=2, head_dim=16, rotary_dim=8, full_interval=2, delta_key_heads=2, delta_value_heads=4)
 DELTA |= dict(delta_key_dim=8, delta_value_dim=12)
+MIXER = dict(n_kv_heads=2, head_dim=16, ssm_heads=4, ssm_head_dim=6, ssm_state_dim=8)
 # the weight of the auxiliary loss is a hundred times the usual one, to be visible in the gradients
 MICRO_SIZES = {
     "llama2": dict(multiple_of=16),
@@ -45,12 +46,13 @@ MICRO_SIZES = {
     "glm4_moe_lite": LATENT | dict(ffn_dim=64, expert_dim=32, q_lora_rank=20),
     "gpt2": dict(ffn_dim=96, max_seq_len=32, dropout=0.25, attention_dropout=0.25),
     "falcon": dict(n_kv_heads=2, head_dim=16, rotary_dim=16, ffn_dim=96, norms=2, bias=True),
-    "falcon_h1": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, ssm_heads=4, ssm_head_dim=6, ssm_state_dim=8)
-    | dict(key_multiplier=2.0, ssm_x_multiplier=3.0, down_multiplier=0.5),
+    "falcon_h1": MIXER
+    | dict(ffn_dim=96, key_multiplier=2.0, ssm_x_multiplier=3.0, down_multiplier=0.5),
     "gemma2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, query_scalar=24)
     | dict(score_cap=0.5, logit_cap=1.0),
     "gemma3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, global_interval=2, query_scalar=24),
     "granite": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, attention_bias=True, mlp_bias=True, attention_dropout=0.25),
+    "granite4": MIXER | dict(layer_pattern="M*", expert_dim=32, aux_loss_weight=0.1),
     "mistral": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, query_growth=0.5, query_period=3),
     "mixtral": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1, sliding_window=7),
     "gpt_oss": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1, sliding_window=7),

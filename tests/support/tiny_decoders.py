@@ -12,6 +12,7 @@ from torchtitan.models.glm4_moe import Glm4MoEArgs
 from torchtitan.models.gpt2 import GPT2Args
 from torchtitan.models.gpt_oss import GptOssArgs
 from torchtitan.models.granite import GraniteArgs
+from torchtitan.models.granite4 import Granite4Args, Granite4MoEArgs
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.mistral import MistralArgs
 from torchtitan.models.mixtral import MixtralArgs
@@ -243,6 +244,8 @@ _FALCON_H1 = FalconH1Args(
     rope_theta=5000.0,
 )
 _FALCON_BIASES: dict = dict(attention_bias=True, mlp_bias=True, ssm_bias=True, ssm_out_bias=True)
+_MIXER: dict = dict(ssm_heads=4, ssm_head_dim=8, ssm_state_dim=5, ssm_groups=2, layer_pattern="MM*")
+_GRANITE4: dict = _MIXER | dict(embedding_multiplier=3.0, attention_multiplier=0.4, logits_divisor=0.5)
 GATED = {
     "llama3 biased": replace(LLAMA["llama3"], head_width=12, attention_bias=True, mlp_bias=True),
     "granite": GraniteArgs(**_GATED, embedding_multiplier=3.0, attention_multiplier=0.4, logits_divisor=0.5),
@@ -299,6 +302,11 @@ GATED = {
         _FALCON_H1, ssm_norm=False, ssm_groups=1, conv_taps=3, tied_embeddings=True, head_dim=12, **_FALCON_BIASES
     ),
     "falcon_h1 normed first": replace(_FALCON_H1, norm_before_gate=True, conv_bias=False, ssm_head_dim=4),
+    "granite4": Granite4MoEArgs(**_TINY_EXPERTS | _GRANITE4 | dict(n_layers=4)),
+    "granite4 dense": Granite4Args(
+        **_GATED | _GRANITE4 | dict(n_layers=3, layer_pattern="*M", ssm_head_dim=16, conv_taps=3, conv_bias=False),
+        **dict(rotary=True, tied_embeddings=True, attention_bias=True, ssm_bias=True, ssm_out_bias=True),
+    ),
     "granite tied, biased": GraniteArgs(**_GATED, tied_embeddings=True, attention_bias=True, mlp_bias=True),
     **_EXPERTS,
 }

@@ -24,6 +24,7 @@ from torchtitan.models.glm4_moe_lite import FAMILY as GLM4_MOE_LITE
 from torchtitan.models.gpt2 import FAMILY as GPT2
 from torchtitan.models.gpt_oss import FAMILY as GPT_OSS
 from torchtitan.models.granite import FAMILY as GRANITE
+from torchtitan.models.granite4 import FAMILY as GRANITE4
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.models.hf.wrappers import text_part
 from torchtitan.models.llama import LLAMAS
@@ -56,6 +57,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": GPT2,
     "gpt_oss": GPT_OSS,
     "granite": GRANITE,
+    "granite4": GRANITE4,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
     **OLMOS,
