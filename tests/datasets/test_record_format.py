@@ -134,6 +134,22 @@ def test_a_default_system_message():
     assert pair.chosen.content.messages[0] == pair.rejected.content.messages[0] == default_message
 
 
+def test_a_system_message_is_left_out():
+    """Only the first message; a default one takes its place. Its text need not be in the sample then."""
+    question, later = {"role": "user", "content": "a"}, {"role": "system", "content": "Later."}
+    messages = [{"role": "system", "content": "Be short."}, question, later]
+    reader = RecordReader("messages", drops_system=True)
+    assert reader.document({"messages": messages}, "", "").content == Chat([question, later])
+    assert reader.document({"messages": [question]}, "", "").content == Chat([question])
+    default = {"role": "system", "content": "Be kind."}
+    assert RecordReader("messages", drops_system=True, system="Be kind.").document(
+        {"messages": messages[:2]}, "", ""
+    ).content == Chat([default, question])
+    pair = reader.document({"prompt": messages[:2], "chosen": "b", "rejected": "c"}, "", "").content
+    assert [message["role"] for message in pair.rejected.content.messages] == ["user", "assistant"]
+    assert reader.fingerprint != RecordReader("messages").fingerprint
+
+
 MISSING = [
     (
         dict(format_name="alpaca", fields={"instruction": "question"}),
@@ -371,6 +387,7 @@ REFUSED = [
     (["--training.format=alpacca"], "training.format: given 'alpacca'; allowed: one of preference"),
     (["--training.dataset=python_stdlib", "--training.format=chat"], 'training.format: given "chat"; allowed: unset'),
     (["--data.default_system=a", "--training.dataset=python_stdlib"], 'data.default_system: given "a"; allowed: unset'),
+    (["--data.drop_system", "--training.dataset=python_stdlib"], "data.drop_system: given true; allowed: unset"),
     (
         ["--training.format=chat", "--training.text_field=a"],
         'training.text_field: given "a"; allowed: unset with train',

@@ -70,6 +70,9 @@ OPTIONS = (ESSENTIAL + OPTIONAL + UNSUPPORTED).split()
 FULL = {"base_model": "llama", "datasets": [{"path": "a.jsonl"}], "learning_rate": 1e-4, "max_steps": 100}
 LORA = FULL | {"adapter": "lora", "lora_target_linear": True, "lora_r": 8, "lora_alpha": 16}
 HELD_OUT = FULL | {"val_set_size": 0.1}
+RESTARTED = {"adapter.relora.every": 150, "adapter.relora.reset": "magnitude", "adapter.relora.prune_ratio": 0.9}
+RESTARTED |= {"adapter.save": None, "adapter.last_save_in_peft": None, "optimizer.name": None}
+DROPPED = {"path": "a.jsonl", "type": "chat_template", "drop_system_message": True}
 STREAM = FULL | {"pretraining_dataset": [{"path": "owner/text"}], "datasets": None}
 
 
@@ -213,6 +216,38 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ({"bfloat16": True}, FULL, {"training.dtype": "bfloat16"}),
     ({"torch_dtype": "bfloat16"}, FULL, {"training.dtype": "bfloat16"}),
     ({"fp16": False, "float16": False}, FULL, {}),
+    ({"fp16": True}, FULL | {"bf16": False}, {"training.mixed_precision_param": "bfloat16", "training.dtype": None}),
+    ({"float16": True}, FULL | {"bf16": False}, {"training.dtype": "bfloat16"}),
+    ({"torch_dtype": "float16"}, FULL, {"training.dtype": "bfloat16"}),
+    ({"bnb_config_kwargs": {"bnb_4bit_compute_dtype": "float16"}}, LORA, {}),
+    ({"fp8": True, "fp8_enable_fsdp_float8_all_gather": True}, FULL, {"training.float8": "tensorwise"}),
+    ({"min_sample_len": 300}, FULL, {"data.min_tokens": 300}),
+    ({"min_sample_len": 300}, FULL | {"rl": "dpo"}, {"data.min_tokens": None}),
+    ({"min_sample_len": 300}, STREAM, {"data.min_tokens": None}),
+    ({"dataset_exact_deduplication": True}, FULL, {"data.deduplicate": True}),
+    ({"dataset_exact_deduplication": True}, FULL | {"rl": "dpo"}, {"data.deduplicate": True}),
+    ({"do_causal_lm_eval": True, "eval_causal_lm_metrics": ["perplexity"]}, HELD_OUT, {}),
+    ({"do_causal_lm_eval": True, "eval_causal_lm_metrics": ["perplexity"]}, FULL, {}),
+    ({"tokens": {"bos_token": "<s>", "eos_token": "</s>"}}, FULL, {}),
+    ({"relora": True, "jagged_restart_steps": 150}, LORA, RESTARTED | {"adapter.relora.warmup_steps": 10}),
+    (
+        {"relora": True, "jagged_restart_steps": 150, "jagged_restart_warmup_steps": 5}
+        | {"jagged_restart_anneal_steps": 4, "relora_prune_ratio": 0.8},
+        LORA | {"adapter": "qlora", "load_in_4bit": True, "optimizer": "adamw_bnb_8bit"},
+        {"adapter.kind": "lora", "optimizer.name": "AdamW", "adapter.relora.warmup_steps": 5}
+        | {"adapter.relora.prune_ratio": 0.8, "adapter.relora.anneal_steps": 4},
+    ),
+    (
+        {"relora": True, "jagged_restart_steps": 150, "relora_prune_method": "random"},
+        LORA,
+        {"adapter.relora.reset": "random", "adapter.relora.prune_ratio": 0.9},
+    ),
+    (
+        {"relora": True, "jagged_restart_steps": 150, "relora_prune_method": "reset"},
+        LORA | {"cosine_min_lr_ratio": 0.1},
+        {"adapter.relora.reset": "random", "adapter.relora.prune_ratio": 0.999},
+    ),
+    ({"datasets": [DROPPED, DROPPED | {"path": "b.jsonl"}]}, FULL, {"data.drop_system": True}),
     ({"bf16": "full"}, FULL, {"training.dtype": "bfloat16"}),
     ({"bf16": "yes"}, FULL | {"bf16": None}, {"training.mixed_precision_param": "bfloat16"}),
     ({"bf16": "false"}, FULL, {"training.mixed_precision_param": "float32"}),
@@ -411,6 +446,30 @@ def test_the_shortest_record_of_axolotl_is_harmless():
     assert changes_by({"min_sample_len": 2}, FULL) == ({}, "")
 
 
+def test_what_is_not_the_same_is_noted():
+    notes = {
+        "fp16": changes_by({"fp16": True}, FULL)[1],
+        "fp8": changes_by({"fp8": True}, FULL)[1],
+        "tokens": changes_by({"tokens": {"bos_token": "<s>"}}, FULL)[1],
+        "rl": changes_by({"min_sample_len": 9}, FULL | {"rl": "dpo"})[1],
+        "pairs": changes_by(
+            {"dataset_exact_deduplication": True}, FULL | {"rl": "dpo", "test_datasets": [{"path": "b.jsonl"}]}
+        )[1],
+        "shards": changes_by({"dataset_exact_deduplication": True}, FULL | {"dataset_shard_num": 2})[1],
+        "restarts": changes_by(
+            {"relora": True, "jagged_restart_steps": 9, "optimizer": "adamw_bnb_8bit", "load_in_8bit": True}, LORA
+        )[1],
+    }
+    assert "fp16: not the same: computed in bfloat16" in notes["fp16"]
+    assert "fp8: the head stays in bfloat16" in notes["fp8"]
+    assert "tokens: a table, as Axolotl had it in 2023: read as special_tokens" in notes["tokens"]
+    assert "min_sample_len: no effect with rl" in notes["rl"]
+    assert "not the same: pairs of test_datasets" in notes["pairs"]
+    assert "not the same: records are compared before" in notes["shards"]
+    for text in ("a restart follows the step", "the frozen matrices are in float32", "AdamW's moments"):
+        assert f"relora: not the same: {text}" in notes["restarts"]
+
+
 def test_kernels_of_exact_attention_are_noted_and_others_refused():
     values, note = changes_by({"attn_implementation": "flash_attention_2"}, FULL)
     assert values == {} and "attn_implementation: the fastest suitable attention kernel" in note
@@ -504,10 +563,21 @@ WRONG = [  # an option, its value, the job it is added to, and a part of the err
     ("lora_modules_to_save", ["wide"], LORA, "embed_tokens, lm_head, norm"),
     ("relora_steps", 5, FULL, "nothing without an adapter"),
     ("relora_warmup_steps", 5, LORA, "nothing without relora_steps"),
+    ("relora", True, FULL, "nothing without an adapter"),
+    ("relora", True, LORA, "true with jagged_restart_steps"),
+    ("jagged_restart_steps", 5, LORA, "nothing without relora: true"),
+    ("jagged_restart_warmup_steps", -5, LORA, "at least 0"),
+    ("jagged_restart_anneal_steps", "all", LORA, "a whole number"),
+    ("relora_prune_ratio", 0.5, LORA, "nothing without relora: true"),
+    ("relora_prune_method", "magnitude", LORA, "nothing without relora: true"),
+    ("relora_prune_method", "some", LORA, "one of magnitude, random, reset"),
+    ("eval_causal_lm_metrics", ["sacrebleu"], HELD_OUT | {"do_causal_lm_eval": True}, "answers are not scored"),
+    ("tokens", {"bos_token": "<end>"}, FULL | {"special_tokens": {}}, "a list of texts"),
+    ("dataset_exact_deduplication", True, STREAM, "nothing with pretraining_dataset"),
+    ("datasets", [DROPPED, {"path": "b"}], FULL, "the same for all datasets"),
+    ("datasets", [DROPPED | {"type": "alpaca"}], FULL, "nothing without type: chat_template"),
     ("bnb_config_kwargs", {"bnb_4bit_quant_type": "fp4"}, LORA, "nf4"),
-    ("bnb_config_kwargs", {"bnb_4bit_compute_dtype": "float16"}, LORA, "bfloat16 or float32"),
     ("bnb_config_kwargs", {"llm_int8_threshold": 6.0}, LORA, "bnb_4bit_quant_type"),
-    ("torch_dtype", "float16", FULL, "one of bfloat16, bf16, float32"),
     ("torch_dtype", "int8", FULL, "one of bfloat16, bf16, float32"),
     ("bf16", "fast", FULL, "one of true, false, auto, full"),
     ("bf16", [True], FULL, "one of true, false, auto, full"),
@@ -633,6 +703,7 @@ ENTRY = {
     "name": (["en", "de"], "text"),
     "field": (3, "text"),
     "ds_type": (3, "text"),
+    "drop_system_message": ("some", "true or false"),
 }
 
 

@@ -416,6 +416,7 @@ TRANSLATED = [  # added options, the file they are added to, and the options of 
         FULL | {"fsdp": ["full_shard"]},
         {"parallelism.fsdp_reshard_after_forward": "never", "training.enable_cpu_offload": True},
     ),
+    ({"fp16": True}, FULL | {"bf16": False}, {"training.mixed_precision_param": "bfloat16"}),
     ({"average_tokens_across_devices": True, "ignore_pad_token_for_loss": True, "save_safetensors": True}, FULL, {}),
     (
         {
@@ -557,7 +558,6 @@ REFUSED = [  # added options, the file they are added to, the key and the text o
     ({"tokenized_path": "data"}, FULL, "tokenized_path", "its samples are not read"),
     ({"enable_thinking": "maybe"}, FULL, "enable_thinking", "true, false or null"),
     ({"bf16": False, "model_name_or_path": "half"}, LORA, "bf16", "float16 overflows"),
-    ({"fp16": True}, FULL, "fp16", "float16 overflows"),
     ({"quantization_bit": 4}, FULL, "quantization_bit", "nothing without finetuning_type: lora"),
     ({"quantization_bit": 3}, LORA, "quantization_bit", "other widths are not supported"),
     ({"quantization_method": "hqq"}, LORA, "quantization_method", "as bitsandbytes does"),

@@ -15,6 +15,7 @@ TRL = {"model_name_or_path": "llama", "dataset_name": "a", "use_peft": True, "le
 TUNE = {"model": {"_component_": "torchtune.models.llama3.llama3_8b"}, "epochs": 1, "dataset": {"_component_": "x"}}
 SECOND = {"model": "llama", "model_class": "llm", "train_dataset": "a.yaml", "micro_batch_size": 1}
 ACCELERATE = {"compute_environment": "LOCAL_MACHINE", "distributed_type": "FSDP", "num_processes": 2}
+CLOUD = {"provider": "baseten", "secrets": ["HF_TOKEN"], "gpu": "h100", "gpu_count": 8}
 ZERO = {"zero_optimization": {"stage": 2}, "gradient_accumulation_steps": "auto"}
 
 
@@ -48,6 +49,7 @@ def test_a_file_is_recognised_by_its_keys(line, table, program, monkeypatch):
         (TUNE, "job.yml: of torchtune; it has ended"),
         (SECOND, "job.yml: of LLaMA-Factory's second version; it is experimental"),
         (ACCELERATE, "job.yml: of accelerate config; it says how a script is started"),
+        (CLOUD, "job.yml: of Axolotl's cloud runners; it says on which machines"),
         (
             {"learning_rate": 1e-4},
             "job.yml: of which program is not clear, as it has no key that only one has (Axolotl",
@@ -57,12 +59,19 @@ def test_a_file_is_recognised_by_its_keys(line, table, program, monkeypatch):
             "has keys of several programs (Axolotl: base_model; LLaMA-Factory: template); correct them, or name it",
         ),
     ],
-    ids=["torchtune", "second version", "accelerate", "none", "two"],
+    ids=["torchtune", "second version", "accelerate", "cloud", "none", "two"],
 )
 def test_a_file_of_another_program_is_refused_in_one_sentence(table, message):
     with pytest.raises(JobError) as error:
         program_of("job.yml", table)
     assert message in str(error.value)
+
+
+def test_a_file_of_a_cloud_runner_is_refused_in_one_sentence_with_a_named_source_too():
+    with open("cloud.yml", "w") as file:
+        yaml.safe_dump(CLOUD, file)
+    with pytest.raises(JobError, match="^cloud.yml: of Axolotl's cloud runners; .*: give that file; "):
+        translate(parse(split(["cloud.yml"])), "axolotl")
 
 
 def test_one_foreign_key_does_not_hide_the_program():

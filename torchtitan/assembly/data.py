@@ -51,7 +51,8 @@ class JobDatasets:
 
     def open_sources(self, section: Section) -> list[WeightedSource]:
         """Open a section's sources, tokenizing them first if `is_tokenized_first`, so that all lengths are known."""
-        training, weighted_sources = self.config.training, []
+        training, weighted_sources = self.config.training, list[WeightedSource]()
+        earlier: list[TokenShards] = []
         for options in self.data.sources(section).values():
             reader = self.data.reader(options)
             fields = self.job.model.labelled_fields
@@ -66,7 +67,9 @@ class JobDatasets:
                     stop=training.on_bad_data == "stop",
                     options=self.prepare_options(section),
                     tokenizer_kwargs=self.job.tokenizer_kwargs,
+                    earlier=earlier,
                 )
+                earlier += [source] if self.config.data.deduplicate else []
             weighted_sources.append(WeightedSource(options.dataset, source, options.weight))
         return weighted_sources
 
@@ -85,7 +88,11 @@ class JobDatasets:
         room = self.data.seq_len(section) + 1
         max_tokens = min(room, data.max_tokens or room)
         is_given = max_tokens == data.max_tokens
-        return PrepareOptions(train_on, max_tokens, is_given, data.too_long, data.max_empty_ratio, rows)
+        return PrepareOptions(
+            *(train_on, max_tokens, is_given, data.too_long, data.max_empty_ratio, rows),
+            min_tokens=data.min_tokens,
+            distinct=data.deduplicate,
+        )
 
     # Length of the run
 
@@ -126,7 +133,7 @@ class JobDatasets:
             header, seq_len = source.header, self.config.training.seq_len
             is_given = self.config.data.max_tokens is not None
             records = f": {describe_records(header['records'], seq_len, is_given)}" if "records" in header else ""
-            share = header.get("trained_tokens", header["tokens"]) / header["tokens"]
+            share = header.get("trained_tokens", header["tokens"]) / max(1, header["tokens"])
             logger.info("records    %s%s; %.1f %% of the tokens trained", source.name, records, 100 * share)
         logger.info("samples    %s", self.describe_samples(sources))
 

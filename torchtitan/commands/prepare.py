@@ -19,7 +19,7 @@ from torchtitan.assembly.data import JobDatasets, unread_lines
 from torchtitan.commands.command_lines import parse_command
 from torchtitan.core.errors import JobError
 from torchtitan.datasets import open_source
-from torchtitan.datasets.preparing import advice, prepare
+from torchtitan.datasets.preparing import LEFT_OUT, advice, prepare
 from torchtitan.datasets.record_account import describe_unread
 from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.sources import DataError
@@ -85,13 +85,13 @@ def row(header: dict[str, Any]) -> list[str]:
 
     A source of streamed documents has no records: these columns are empty, except for the number of documents.
     """
-    trained = f"{header.get('trained_tokens', header['tokens']) / header['tokens']:.1%}"
+    trained = f"{header.get('trained_tokens', header['tokens']) / max(1, header['tokens']):.1%}"
     tokens = f"{header['tokens']:,}"
     if "records" not in header:
         return [f"{header['documents']:,}", *[""] * 7, tokens, trained]
     fates, lengths = header["records"]["fates"], header["records"]["lengths"]
     cut = fates.get("truncated", 0) + fates.get("split", 0)
-    left_out = fates.get("dropped", 0) + fates.get("empty", 0)
+    left_out = sum(fates.get(outcome, 0) for outcome in LEFT_OUT)
     counts = [sum(fates.values()), fates["whole"], cut, left_out, *lengths.values()]
     return [*(f"{count:,}" for count in counts), tokens, trained]
 

@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
@@ -44,7 +45,7 @@ from torchtitan.datasets.sources import (
     Source,
     UnreachableData,
 )
-from torchtitan.datasets.token_shards import ShardWriter, TokenShards
+from torchtitan.datasets.token_shards import ShardWriter, TokenReader, TokenShards
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.process.exit import die_with_parent
 from torchtitan.process.machine import SHARED_MEMORY_REMEDY, shared_memory_obstacle
@@ -56,7 +57,8 @@ ADVISED_FRACTION = 0.99
 
 Pieces = list[tuple[np.ndarray, np.ndarray | None]]
 """A document's pieces: token ids and their loss mask (None if all tokens are trained)."""
-Outcome = Literal["whole", "truncated", "split", "dropped", "empty"]
+Outcome = Literal["whole", "truncated", "split", "dropped", "empty", "short", "repeated"]
+LEFT_OUT: tuple[Outcome, ...] = ("dropped", "empty", "short", "repeated")
 
 
 class TokenizedRecord(NamedTuple):
@@ -77,6 +79,7 @@ class PrepareOptions:
     `max_tokens`: the most tokens of a document that fit into a sample; None: samples are cut from the concatenation of
     all documents, so no document is too long, and documents without trained tokens are read too. `is_given`: the job
     sets `max_tokens` itself. `group_size`: documents per record (2 for a pair). All of them are kept, or none.
+    `min_tokens`: the fewest tokens of a piece that is kept. `distinct`: keep only the first of equal records.
     """
 
     train_on: TrainOn = TRAIN_ON_ANSWERS
@@ -85,16 +88,21 @@ class PrepareOptions:
     too_long: Literal["error", "drop", "truncate", "split"] = "error"
     max_empty_ratio: float = 0.01
     group_size: int = 1
+    min_tokens: int | None = None
+    distinct: bool = False
 
     @property
     def fingerprint(self) -> dict[str, Any]:
         """Return the options, JSON-able. The names of prepared folders are made from these keys."""
+        later_options = {} if self.min_tokens is None else {"shortest": self.min_tokens}
+        later_options |= {"distinct": True} if self.distinct else {}
         return {
             "train_on": self.train_on,
             "longest": self.max_tokens,
             "too_long": self.too_long,
             "max_empty_ratio": self.max_empty_ratio,
             "together": self.group_size,
+            **later_options,
         }
 
     def apply(self, ids: np.ndarray, trained: np.ndarray, document: Document) -> TokenizedRecord:
@@ -104,8 +112,11 @@ class PrepareOptions:
         if self.max_tokens is not None and len(ids) > self.max_tokens:
             parts, outcome = self._cut(ids, trained, document)
         if self.max_tokens is not None and outcome != "dropped":
+            cut = parts
+            parts = [(i, t) for i, t in cut if len(i) >= (self.min_tokens or 0)]
+            outcome = "short" if cut and not parts else outcome
             parts = [(i, t) for i, t in parts if t[1:].any()]
-            outcome = outcome if parts else "empty"
+            outcome = outcome if parts or outcome == "short" else "empty"
         pieces = [(i.astype(np.uint32), None if t.all() else t) for i, t in parts]
         return TokenizedRecord(pieces, len(ids), outcome, document.location)
 
@@ -150,6 +161,46 @@ def join_documents(documents: Sequence[TokenizedRecord]) -> TokenizedRecord:
     return TokenizedRecord(pieces, length, first.outcome, documents[0].location)
 
 
+class DistinctRecords:
+    """Leaves out records that came before, by digests of 16 bytes of their ids and loss masks.
+
+    Compared is what is trained: after templates and cuts, each piece of a text that is split, and both answers of a
+    pair. `earlier`: sources whose records came before those of this one.
+    """
+
+    def __init__(self, options: PrepareOptions, earlier: Sequence[TokenShards]) -> None:
+        self.group_size = options.group_size
+        self._digests: set[bytes] = set()
+        for shards in earlier:
+            reader = TokenReader(shards)
+            borders = np.append(reader.documents, shards.tokens).tolist()
+            pieces: Pieces = []
+            for start, end in pairwise(borders):
+                ids, trained = np.empty(end - start, np.uint32), np.empty(end - start, bool)
+                reader.copy(start, ids, trained)
+                pieces.append((ids, trained))
+                if len(pieces) == self.group_size:
+                    self._is_new(pieces)
+                    pieces = []
+
+    def first_of(self, record: TokenizedRecord) -> TokenizedRecord:
+        """Return the record without the pieces, or pairs of pieces, that came before."""
+        size, pieces = self.group_size, record.pieces
+        groups = [pieces[first : first + size] for first in range(0, len(pieces), size)]
+        new_pieces = [piece for group in groups if self._is_new(group) for piece in group]
+        return record._replace(pieces=new_pieces, outcome="repeated" if pieces and not new_pieces else record.outcome)
+
+    def _is_new(self, pieces: Pieces) -> bool:
+        """Return True for pieces that were never asked for before."""
+        digest = hashlib.blake2b(digest_size=16)
+        for ids, trained in pieces:
+            flags = np.ones(len(ids), bool) if trained is None else trained
+            digest.update(len(ids).to_bytes(8, "little") + ids.tobytes() + flags.tobytes())
+        is_new = digest.digest() not in self._digests
+        self._digests.add(digest.digest())
+        return is_new
+
+
 class RecordStatistics:
     """Counters of kept, cut and dropped documents of a source."""
 
@@ -183,11 +234,12 @@ class RecordStatistics:
 
     def reason_for_no_tokens(self, options: PrepareOptions) -> str:
         """Explain why a source has no tokens, and what to change."""
-        if options.max_tokens is None or not self.outcomes["dropped"]:
+        if options.max_tokens is None or not (self.outcomes["dropped"] or self.outcomes["short"]):
             return "no text in it; give documents with text"
         description = describe_records(self.to_dict(), options.max_tokens - 1, options.is_given)
         limits = "data.max_tokens and " * options.is_given + "training.seq_len"
-        return f"no record is left of it ({description}); raise {limits}, or set data.too_long"
+        remedy = f"raise {limits}, or set data.too_long" if self.outcomes["dropped"] else "lower data.min_tokens"
+        return f"no record is left of it ({description}); {remedy}"
 
     def to_dict(self) -> dict[str, Any]:
         """Return the number of records by outcome and percentiles of their lengths, JSON-able."""
@@ -241,10 +293,12 @@ def prepared_shards(
     stop: bool,
     options: PrepareOptions = DEFAULT_OPTIONS,
     tokenizer_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    earlier: Sequence[TokenShards] = (),
 ) -> TokenShards:
     """Return the shards of a source, preparing them in `folder` if they do not exist.
 
-    `tokenizer_kwargs`: further arguments of build_tokenizer. If several processes ask at the same time, one prepares
+    `tokenizer_kwargs`: further arguments of build_tokenizer. `earlier`: sources whose records are left out of this one
+    if `options.distinct`; it may have no document then. If several processes ask at the same time, one prepares
     them and the others wait. The folder name is a hash of all inputs and of the modification times of the files at
     dataset_path. The fingerprint contains the source's and the shards' checksums.
     """
@@ -265,13 +319,14 @@ def prepared_shards(
         inputs.append({"tokenization": tokenizer.version})
     inputs += [{"pairs": PAIR_TOKENIZATION_VERSION}] if options.group_size > 1 else []
     inputs += [{RECORDS: RECORDS_VERSION}] if has_records(source) else []
+    inputs += [{"earlier": [shards.fingerprint["shards"] for shards in earlier]}] if earlier else []
     shards = folder / hashlib.sha256(json.dumps(inputs, sort_keys=True).encode()).hexdigest()[:16]
     try:
         folder.mkdir(parents=True, exist_ok=True)
         with (folder / ".lock").open("a") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             if not shards.exists():
-                prepare(source, tokenizer_path, shards, workers, stop, options, tokenizer_kwargs)
+                prepare(source, tokenizer_path, shards, workers, stop, options, tokenizer_kwargs, earlier)
     except OSError as error:
         raise JobError(f"{folder}: cannot hold the tokenized data: {error}; give a job.dump_folder that can") from None
     result = TokenShards(shards)
@@ -295,6 +350,7 @@ def prepare(
     stop: bool,
     options: PrepareOptions = DEFAULT_OPTIONS,
     tokenizer_kwargs: Mapping[str, Any] = MappingProxyType({}),
+    earlier: Sequence[TokenShards] = (),
 ) -> dict[str, Any]:
     """Write the folder and return its header. Raises DataError for bad data, JobError if it cannot be written."""
     if output.exists() and (not output.is_dir() or any(output.iterdir())):
@@ -303,7 +359,7 @@ def prepare(
     unfinished = output.parent / f".{output.name}.{secrets.token_hex(4)}"
     try:
         unfinished.mkdir(parents=True)
-        header = _write(source, encoder, unfinished, workers, stop)
+        header = _write(source, encoder, unfinished, workers, stop, earlier)
         unfinished.rename(output)
     except OSError as error:
         raise JobError(f"{output}: not made: {error}") from None
@@ -312,8 +368,11 @@ def prepare(
     return header
 
 
-def _write(source: Source, encoder: "Encoder", folder: Path, workers: int, stop: bool) -> dict[str, Any]:
+def _write(
+    source: Source, encoder: "Encoder", folder: Path, workers: int, stop: bool, earlier: Sequence[TokenShards]
+) -> dict[str, Any]:
     tokenizer, statistics = encoder.tokenizer, RecordStatistics()
+    distinct = DistinctRecords(encoder.options, earlier) if encoder.options.distinct else None
     writer = ShardWriter(folder, tokenizer.vocab_size)
     readable = _DocumentChunks(source.documents(), stop)
     total = len(source) if isinstance(source, IndexedSource) else None
@@ -323,13 +382,14 @@ def _write(source: Source, encoder: "Encoder", folder: Path, workers: int, stop:
                 if isinstance(result, BadRecord):
                     readable.skip(result)
                 else:
-                    statistics.add(result)
-                    for ids, trained in result.pieces:
+                    record = result if distinct is None else distinct.first_of(result)
+                    statistics.add(record)
+                    for ids, trained in record.pieces:
                         writer.write(ids, trained)
             progress.update(len(documents))
             progress.set_postfix(tokens=f"{writer.tokens:,}", refresh=False)
     statistics.check(source.name, encoder.options)
-    if writer.tokens == 0:
+    if writer.tokens == 0 and not statistics.outcomes["repeated"]:
         raise DataError(f"{source.name}: {statistics.reason_for_no_tokens(encoder.options)}")
     facts: dict[str, Any] = {"tokenizer": tokenizer.fingerprint, "tokenizer_path": encoder.tokenizer_path}
     if encoder.options.max_tokens is not None:

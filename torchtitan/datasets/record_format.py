@@ -67,7 +67,8 @@ class RecordReader:
     `format_name`: None: a record with `text_field` is read by that field, any other record by the first format that
     matches its fields. `fields`: the records' own names for a format's fields where they differ, and for role and
     content inside messages; an empty name leaves a field out. `template`: parts of the prompt of instruct records.
-    `system`: default system message of conversations without one. `refuse_ambiguous`: each record is trained on its
+    `system`: default system message of conversations without one. `drops_system`: leave their own out before.
+    `refuse_ambiguous`: each record is trained on its
     own, so a record with both `text` and the fields of a format is refused as ambiguous. `pairs`: all records are
     preference pairs.
     """
@@ -79,6 +80,7 @@ class RecordReader:
     system: str | None = None
     refuse_ambiguous: bool = False
     pairs: bool = False
+    drops_system: bool = False
     prompt: PromptTemplate = field(init=False, default=ALPACA)
 
     def __post_init__(self) -> None:
@@ -114,7 +116,7 @@ class RecordReader:
     def fingerprint(self) -> dict[str, Any]:
         """Return the options that documents depend on, JSON-able; unset options are left out."""
         options = {"format": self.format_name, "fields": dict(self.fields), "template": dict(self.template)}
-        options |= {"default_system": self.system}
+        options |= {"default_system": self.system, "drop_system": self.drops_system}
         return {"text_field": self.text_field} | {name: value for name, value in options.items() if value}
 
     @property
@@ -225,7 +227,7 @@ class RecordReader:
             role_keys = [*ROLE_KEYS, *([self.fields["role"]] if "role" in self.fields else [])]
             check_account({column: record[column] for column in read_columns}, document, location, role_keys)
         unread = (*(name for name in record if name not in read_columns), *_unknown_keys(document))
-        return self._add_system_message(document._replace(unread=unread))
+        return self._set_system_message(document._replace(unread=unread))
 
     def _lack(self, missing: str, record: Record) -> str:
         """Describe a missing field, with the record's fields and a remedy."""
@@ -420,16 +422,21 @@ class RecordReader:
             messages.append(extra | {name: message[alias] for name, alias in names.items()})
         return messages
 
-    def _add_system_message(self, document: Document) -> Document:
+    def _set_system_message(self, document: Document) -> Document:
+        """Return the document without the system message that its conversations begin with, or with the default one."""
         content = document.content
-        if self.system is None:
+        if self.system is None and not self.drops_system:
             return document
         if isinstance(content, Pair):
-            return document._replace(content=Pair(*(self._add_system_message(answer) for answer in content)))
-        if isinstance(content, Chat) and all(message["role"] != "system" for message in content.messages):
-            message = {"role": "system", "content": self.system}
-            return document._replace(content=content._replace(messages=[message, *content.messages]))
-        return document
+            return document._replace(content=Pair(*(self._set_system_message(answer) for answer in content)))
+        if not isinstance(content, Chat):
+            return document
+        messages = [*content.messages]
+        if self.drops_system and messages and messages[0]["role"] == "system":
+            del messages[0]
+        if self.system is not None and all(message["role"] != "system" for message in messages):
+            messages.insert(0, {"role": "system", "content": self.system})
+        return document._replace(content=content._replace(messages=messages))
 
     def question_document(self, form: str, text: str) -> Document:
         """Return the prompt of a record of this format with the given question, without an answer."""
@@ -441,13 +448,14 @@ class RecordReader:
         return Document(prompt, "the question")
 
 
-def record_reader(source: Any, system: str | None, refuse_ambiguous: bool, pairs: bool) -> RecordReader:
+def record_reader(
+    source: Any, system: str | None, refuse_ambiguous: bool, pairs: bool, drops_system: bool = False
+) -> RecordReader:
     """Return the RecordReader of one of a job's sources, with these of its options.
 
     Raises LimitError, which names the options in short form."""
-    return RecordReader(
-        source.text_field, source.format, source.fields, source.template, system, refuse_ambiguous, pairs
-    )
+    options = (source.text_field, source.format, source.fields, source.template, system, refuse_ambiguous, pairs)
+    return RecordReader(*options, drops_system)
 
 
 def _unknown_keys(document: Document) -> list[str]:

@@ -66,7 +66,8 @@ class TokenShards(Source):
         self.tokens: int = self.header["tokens"]
         counts = [shard["tokens"] for shard in self.header["shards"]]
         self.starts = [0, *accumulate(counts)]
-        if self.starts[-1] != self.tokens or self.tokens == 0:
+        is_repeated = not self.tokens and bool(self.header.get("records"))  # other sources have all of its records
+        if self.starts[-1] != self.tokens or (self.tokens == 0 and not is_repeated):
             raise DataError(f"{folder}: {sum(counts)} tokens in shards, {self.tokens} in the header; {REMEDY}")
         self.flags: dict[str, Any] | None = self.header.get("trained")
         self.files = [*self.header["shards"], self.header["index"], *([self.flags] if self.flags else [])]
@@ -294,7 +295,7 @@ class _File:
 
 def _map(path: Path, dtype: np.dtype) -> np.ndarray:
     # A plain array over the mapping: slicing a np.memmap object is slower.
-    return np.asarray(np.memmap(path, dtype=dtype, mode="r"))
+    return np.asarray(np.memmap(path, dtype=dtype, mode="r")) if path.stat().st_size else np.empty(0, dtype)
 
 
 def _read_header(folder: Path) -> dict[str, Any]:
@@ -328,7 +329,7 @@ def _read_header(folder: Path) -> dict[str, Any]:
         isinstance(header.get("dtype"), str)
         and header["dtype"] in DTYPES
         and all(type(header.get(k)) is int for k in ("tokens", "documents", "vocab_size"))
-        and header["documents"] > 0
+        and header["documents"] >= 0
         and all(isinstance(header.get(k), str) for k in ("tokenizer", "tokenizer_path"))
         and isinstance(shards, list)
         and all(is_file(shard, int(DTYPES[header["dtype"]][-1]), "tokens") for shard in shards)

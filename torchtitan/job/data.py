@@ -69,8 +69,9 @@ class JobData:
 
     def reader(self, source: DataSource) -> RecordReader:
         """Return the reader of a source's records. LimitError for a wrong format, field or template."""
-        task = self.model.spec
-        return record_reader(source, self.data.default_system, task.whole_records, task.rows_per_sample > 1)
+        task, data = self.model.spec, self.data
+        pairs = task.rows_per_sample > 1
+        return record_reader(source, data.default_system, task.whole_records, pairs, data.drop_system)
 
     def is_tokenized_first(self, section: Section) -> bool:
         """Return True if a section's text is tokenized before the run."""

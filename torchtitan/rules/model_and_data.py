@@ -251,8 +251,9 @@ def records_are_read_as_said(facts: Facts) -> Iterator[Fault]:
         if value and not any(getattr(source, name) == value for source in readers):
             remedy = "drop it, or read text or huggingface"
             yield facts.fault(f"training.{name}", _unset(facts), remedy)
-    if facts.config.data.default_system is not None and not readers:
-        yield facts.fault("data.default_system", _unset(facts), "drop it")
+    for name in ("default_system", "drop_system"):
+        if getattr(facts.config.data, name) and not readers:
+            yield facts.fault(f"data.{name}", _unset(facts), "drop it")
 
 
 def prompts_are_text(facts: Facts) -> Iterator[Fault]:

@@ -104,6 +104,7 @@ def options_are_of_the_task(facts: Facts) -> Iterator[Fault]:
 OF_ANY_TASK = (
     "data.chat_template",
     "data.default_system",
+    "data.drop_system",
     "data.num_proc",
     "data.cache_dir",
     "data.tokenization_version",
@@ -240,6 +241,10 @@ def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
     if (data.max_tokens or 0) > room:
         remedy = f"write at most {room}, or raise training.seq_len"
         yield facts.fault("data.max_tokens", f"at most {room}, the room of a sample", remedy)
+    if (data.min_tokens or 0) > (longest := data.max_tokens or room):
+        yield facts.fault("data.min_tokens", f"at most {longest}, the tokens of the longest record", "correct either")
+    if data.deduplicate:
+        yield from _records_can_be_compared(facts)
     shard, shards = map(int, data.shards.split("/"))
     if shard > shards:
         yield facts.fault("data.shards", f"at most {shards}/{shards}", "correct it")
@@ -255,6 +260,17 @@ def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
     if multiple % needed:
         allowed = f"seq_len, or multiple:N with N a multiple of {' and of '.join(needs)}"
         yield facts.fault("data.pad_to", allowed, f'write "multiple:{math.lcm(multiple, needed)}"')
+
+
+def _records_can_be_compared(facts: Facts) -> Iterator[Fault]:
+    """Refuse data.deduplicate for shards, which are as they were written, and for sources of different weights."""
+    key = "data.deduplicate"
+    if shards := [place for place, source in facts.data.all_sources.items() if source.dataset == "tokens"]:
+        remedy = "give the records themselves, which the job tokenizes"
+        yield facts.fault(key, f"false with prepared shards, as of {shards[0]}", remedy)
+    if len(facts.config.training.sources) > 1 and not facts.data.joins_sources:
+        allowed = "true only with training.epochs, as sources mixed by weight repeat their records at different rates"
+        yield facts.fault(key, allowed, 'set training.mixing = "sizes", or drop it')
 
 
 def groups_by_length_have_a_step(facts: Facts) -> Iterator[Fault]:

@@ -274,6 +274,8 @@ class Data:
     the run's checkpoints began, otherwise 3."""
     default_system: str | None = None
     """System message of conversations that have none."""
+    drop_system: bool = False
+    """Leave out the system message that a conversation begins with."""
     train_on: Literal["completion", "all", "last_turn"] = "completion"
     """Part of a record that is learned: the answers (completion), everything, or the last answer."""
     train_on_eos: Literal["turn", "last", "all", "none"] = "turn"
@@ -282,6 +284,11 @@ class Data:
     """Handling of records longer than training.seq_len. Conversations are never cut."""
     max_tokens: Annotated[int, Field(ge=2)] | None = None
     """Tokens of the longest record that is not too long. Unset: training.seq_len + 1, as the last is only a label."""
+    min_tokens: Annotated[int, Field(ge=2)] | None = None
+    """Fewest tokens of a record, question and end included, that is read. Shorter ones are left out and counted."""
+    deduplicate: bool = False
+    """Read records with the same tokens and labels once: the first, also over several sources. The others are left out
+    and counted. Validation data are compared among themselves."""
     max_empty_ratio: Fraction = 0.01
     """Maximum fraction of a source's records without any token to learn. Sources above it are refused; below it such
     records are dropped."""

@@ -22,14 +22,17 @@ from torchtitan.plugins.importers.axolotl_data import AddedTokens, DataTranslati
 from torchtitan.plugins.importers.axolotl_options import (
     ADAM,
     DEFAULT_STRATEGY,
+    HALF_TYPES,
     NEVER_CODE,
     OFFLOADED,
     OPTIMIZERS,
     PLUGINS,
+    SCORES,
     read_options,
 )
 from torchtitan.plugins.importers.translation import (
     AUTO,
+    BFLOAT16_INSTEAD,
     ROUTER_LOSS,
     CommandLine,
     JobDraft,
@@ -65,7 +68,7 @@ GROUP_SIZES |= {"dp_shard_size": "dp_shard", "dp_replicate_size": "dp_replicate"
 """Sizes of parallel groups -> their names in launchers.parallel_sizes."""
 VALIDATION_OPTIONS = (
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience"),
-    *("eval_table_size", "eval_table_max_new_tokens"),
+    *("eval_table_size", "eval_table_max_new_tokens", "do_causal_lm_eval", "eval_causal_lm_metrics"),
 )
 
 
@@ -298,8 +301,16 @@ class _Axolotl:
 
     def precision(self) -> None:
         options, bf16 = self.options, self.options["bf16"]
+        half = "float16" if options["float16"] else "torch_dtype" if options["torch_dtype"] in HALF_TYPES else ""
+        if half:
+            self.note(f"{half}: {BFLOAT16_INSTEAD}")
         stores_bfloat16 = options["bfloat16"] or bf16 == "full" or options["torch_dtype"] in ("bfloat16", "bf16")
-        computes_bfloat16 = stores_bfloat16 or bf16 in (True, AUTO)
+        stores_bfloat16 = stores_bfloat16 or bool(half)
+        computes_bfloat16 = stores_bfloat16 or bf16 in (True, AUTO) or bool(options["fp16"])
+        if options["fp8"]:
+            self.values["training.float8"] = "tensorwise"
+            self.note("fp8: the head stays in bfloat16; whether the first and last linear layer do there depends on")
+            self.note("accelerate's version: training.float8_exclude names further ones")
         if options["gradient_checkpointing"] in OFFLOADED:
             self.note("gradient_checkpointing: inputs of blocks stay on their device, which changes no result")
         self.values["training.dtype"] = "bfloat16" if stores_bfloat16 else "float32"
@@ -431,6 +442,13 @@ class _Axolotl:
         metric = str(options["metric_for_best_model"] or "loss").removeprefix("eval_")
         if metric != "loss":
             self.refuse("metric_for_best_model", metric, "loss or eval_loss", "only the loss is measured")
+        scored = [name for name in options["eval_causal_lm_metrics"] or [] if name != "perplexity"]
+        if options["do_causal_lm_eval"] and scored:
+            self.refuse("eval_causal_lm_metrics", scored, "perplexity", SCORES)
+        elif options["do_causal_lm_eval"]:
+            self.note("do_causal_lm_eval: the perplexity is in every validation; generated answers are not scored")
+        elif options["eval_causal_lm_metrics"]:
+            self.note("no effect without do_causal_lm_eval: eval_causal_lm_metrics")
         if options["eval_table_size"]:
             max_tokens = options["eval_table_max_new_tokens"]
             values["validation.generated"] = options["eval_table_size"]

@@ -1,11 +1,13 @@
 """Translate which parameters an Axolotl file trains: an adapter, or the parameters that match unfrozen_parameters."""
 
 from collections.abc import Sequence
+from typing import Any
 
 from torchtitan.adapters.targets import ALL_LINEAR
 from torchtitan.plugins.importers.adapter_targets import add_targets
 from torchtitan.plugins.importers.axolotl_names import unfrozen
-from torchtitan.plugins.importers.translation import JobDraft, Options
+from torchtitan.plugins.importers.axolotl_options import HALF_TYPES
+from torchtitan.plugins.importers.translation import BFLOAT16_INSTEAD, JobDraft, Options
 
 MODULES = {"embed_tokens": "tok_embeddings.weight", "lm_head": "output.weight", "norm": "norm.weight"}
 """Modules outside the layers, by their names in the Llama of transformers."""
@@ -14,7 +16,7 @@ VOCABULARY_MODULES = ("embed_tokens", "lm_head")
 PRUNE_RATIO = 0.999
 """Fraction of the moments of A and B that a restart prunes."""
 TARGETS = "lora_target_modules"
-ADAPTER_OPTIONS = (TARGETS, "lora_modules_to_save", "relora_steps", "peft_use_dora")
+ADAPTER_OPTIONS = (TARGETS, "lora_modules_to_save", "relora_steps", "relora", "jagged_restart_steps", "peft_use_dora")
 NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "load_in_4bit": True}
 """The 4-bit options of bitsandbytes with the only supported values."""
 
@@ -113,13 +115,20 @@ class AdapterTranslation:
         for name, value in (self.options["bnb_config_kwargs"] or {}).items():
             if name in NF4 and value != NF4[name]:
                 self.refuse(f"bnb_config_kwargs.{name}", value, str(NF4[name]), "other formats are not supported")
-            elif name == "bnb_4bit_compute_dtype" and value in ("float16", "fp16"):
-                self.refuse(f"bnb_config_kwargs.{name}", value, "bfloat16 or float32", "float16 overflows")
+            elif name == "bnb_4bit_compute_dtype" and value in HALF_TYPES:
+                self.note(f"bnb_config_kwargs.{name}: {BFLOAT16_INSTEAD}")
             elif name not in NF4 and name != "bnb_4bit_compute_dtype":
                 self.refuse(f"bnb_config_kwargs.{name}", value, ", ".join([*NF4, "bnb_4bit_compute_dtype"]))
 
     def _restarts(self) -> None:
-        every, warmup, values = self.options["relora_steps"], self.options["relora_warmup_steps"], self.values
+        options, values = self.options, self.values
+        every, warmup = options["relora_steps"], options["relora_warmup_steps"]
+        if options["relora"] and not every:
+            self._jagged_restarts()
+            return
+        for name in ("jagged_restart_steps", "relora_prune_ratio", "relora_prune_method"):
+            if options[name]:
+                self.refuse(name, options[name], "nothing without relora: true", "give it too, or drop this one")
         if every:
             values |= {"adapter.relora.every": every, "adapter.relora.reset": "magnitude"}
             values |= {"adapter.relora.prune_ratio": PRUNE_RATIO, "adapter.relora.warmup_steps": warmup or 0}
@@ -128,3 +137,29 @@ class AdapterTranslation:
         values["adapter.save"] = "alone"
         if warmup:
             self.refuse("relora_warmup_steps", warmup, "nothing without relora_steps")
+
+    def _jagged_restarts(self) -> None:
+        """Translate ReLoRA as of 2025, with the restarts of its learning rate."""
+        options, values, optimizer = self.options, self.values, self.values["optimizer.name"]
+        every, method = options["jagged_restart_steps"], options["relora_prune_method"] or "magnitude"
+        if not every:
+            self.refuse("relora", True, "true with jagged_restart_steps", "give it, as Axolotl demands")
+            return
+        settings: dict[str, Any] = {"every": every, "reset": "magnitude" if method == "magnitude" else "random"}
+        default_ratio = PRUNE_RATIO if method == "reset" else 0.9
+        settings["prune_ratio"] = options["relora_prune_ratio"] or default_ratio
+        settings["warmup_steps"] = options["jagged_restart_warmup_steps"] or 10
+        settings["anneal_steps"] = options["jagged_restart_anneal_steps"] or 1
+        values |= {f"adapter.relora.{name}": value for name, value in settings.items()}
+        values.pop("adapter.last_save_in_peft", None)
+        self.note("relora: not the same: a restart follows the step of the lowest rate, which it precedes there,")
+        self.note('and prunes the same entries of both moments; adapter.relora.mask = "independent" does as there')
+        if values["adapter.kind"] in ("qlora", "lora_int8"):
+            values["adapter.kind"] = "lora"
+            self.note("relora: not the same: the frozen matrices are in float32, as each restart would round")
+            self.note("quantized ones again; they take more memory")
+        if optimizer == "AdamW8bit":
+            values["optimizer.name"] = "AdamW"
+            self.note("relora: not the same: AdamW's moments are in float32, as codes of 8 bits are not pruned")
+        if options["cosine_min_lr_ratio"]:
+            self.note("cosine_min_lr_ratio: not the same: a restart begins at a thousandth of the rate")

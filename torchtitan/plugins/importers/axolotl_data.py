@@ -85,8 +85,11 @@ SYSTEM_PROMPT = "system_prompt also stands in for an empty system message; Axolo
 NULL_SYSTEM = "not the same: a system message that is null is empty here, and the text None for Axolotl"
 DPO_OPTIONS = {"rl_beta": "dpo.beta", "dpo_beta": "dpo.beta", "dpo_label_smoothing": "dpo.label_smoothing"}
 DPO_OPTIONS |= {"orpo_alpha": "dpo.beta"}
+SHORTEST = 2
+"""Fewest tokens of a record without min_sample_len; a record of one has nothing to predict."""
 MULTIPLE = 32
 """Multiple of the vocabulary's size with resize_token_embeddings_to_32x."""
+DROP = "drop_system_message"
 RESIZED = "-resized"
 """Suffix of the folder of a model with a larger vocabulary."""
 
@@ -120,7 +123,9 @@ class DataTranslation:
         if any("slice" in source for source in sources):
             self.refuse("pretraining_dataset[0].split", entries[0]["split"], "train", "Axolotl's stream has no slices")
         self._set_sources("training", sources)
-        for name in ("datasets", "test_datasets", "val_set_size", "dataset_shard_num"):
+        if (self.options["min_sample_len"] or 0) > SHORTEST:
+            self.note("min_sample_len: no effect with pretraining_dataset, as in Axolotl: its texts are concatenated")
+        for name in ("datasets", "test_datasets", "val_set_size", "dataset_shard_num", "dataset_exact_deduplication"):
             if self.options[name]:
                 self.refuse(name, self.options[name], "nothing with pretraining_dataset", "drop one of the two")
         if self.options["sample_packing"] and self.options["pretrain_multipack_attn"] is not False:
@@ -154,6 +159,7 @@ class DataTranslation:
             self.note(f"records that are too long are left out, and counted{exception * are_texts}")
         self._template()
         self._lengths()
+        self._left_out()
 
     def _lengths(self) -> None:
         """Translate the padding and ordering of unpacked samples, and the shard of the dataset to read."""
@@ -171,6 +177,21 @@ class DataTranslation:
             values["data.shards"] = f"{number + 1}/{shards}"
         elif options["dataset_shard_idx"] is not None:
             self.refuse("dataset_shard_idx", number, "nothing without dataset_shard_num")
+
+    def _left_out(self) -> None:
+        """Translate which records are left out: those with few tokens, and those that repeat another one."""
+        options, values = self.options, self.values
+        if (least := options["min_sample_len"] or 0) > SHORTEST and options["rl"] is None:
+            values["data.min_tokens"] = least
+        elif least > SHORTEST:
+            self.note("min_sample_len: no effect with rl, as in Axolotl; data.min_tokens would leave out short answers")
+        if not options["dataset_exact_deduplication"]:
+            return
+        values["data.deduplicate"] = True
+        if options["rl"] is not None and options["test_datasets"]:
+            self.note("not the same: pairs of test_datasets that are in datasets too are kept; Axolotl leaves them out")
+        if options["dataset_shard_num"] is not None:
+            self.note("not the same: records are compared before one of dataset_shard_num shards is taken, not after")
 
     def _preference(self) -> None:
         kind = self.options["rl"]
@@ -216,9 +237,23 @@ class DataTranslation:
             entry = entry_of(raw_entry if table is None else {**raw_entry, "type": AS_THEY_ARE}, label, self.draft)
             if entry is not None:
                 self._check_entry(label, entry)
+                self._drop_system(label, entry)
                 reading = self._reading(label, entry) if table is None else self._custom_pairs(label, table)
                 sources += [location | reading for location in locations(label, entry, self.draft)]
         return sources
+
+    def _drop_system(self, label: str, entry: Mapping[str, Any]) -> None:
+        """Translate whether the system messages of an entry's conversations are left out, as of all or of none."""
+        if entry.get(DROP) is not True:
+            return
+        reads_messages = str(entry.get("type", "")).startswith("chat_template")
+        entries = [*(self.options["datasets"] or []), *(self.options["test_datasets"] or [])]
+        if not reads_messages:
+            self.refuse(f"{label}.{DROP}", True, "nothing without type: chat_template", "it belongs to messages")
+        elif any(not isinstance(other, dict) or other.get(DROP) is not True for other in entries):
+            self.refuse(f"{label}.{DROP}", True, "the same for all datasets", "take the messages out of the records")
+        else:
+            self.values["data.drop_system"] = True
 
     def _check_entry(self, label: str, entry: Mapping[str, Any]) -> None:
         for key, value in entry.items():
@@ -228,6 +263,8 @@ class DataTranslation:
                 self.refuse(f"{label}.{key}", value, PAIR_FIELDS[key], "rename the field in the records")
             elif key in THINKING and value != entry.get(THINKING[key], THINKING_FIELD):
                 self.refuse(f"{label}.{key}", value, "one name for both", f"rename the field {value} in the records")
+            elif key == DROP and value not in (True, False):
+                self.refuse(f"{label}.{key}", value, "true or false")
             elif key == "conversation" and not isinstance(value, str):
                 self.refuse(f"{label}.conversation", value, "the name of a template")
             elif key == "roles" and not _are_roles(value):

@@ -14,7 +14,7 @@ from torchtitan.config.options import hint
 from torchtitan.core import yaml_file
 from torchtitan.plugins.importers.translation import (
     AUTO,
-    FLOAT16,
+    BFLOAT16_INSTEAD,
     KINDS,
     CommandLine,
     JobDraft,
@@ -40,10 +40,10 @@ OFFLOADED = ("offload", "offload_disk")
 """Values of gradient_checkpointing that keep inputs of blocks in another memory."""
 RECOMPUTE = {True: "full", False: "none", AUTO: "full"} | dict.fromkeys(OFFLOADED, "full")
 STRATEGIES = ("no", "steps", "epoch")
-DTYPES = ("bfloat16", "bf16", "float32", "fp32", "float", AUTO)
+HALF_TYPES = ("float16", "fp16", "half")
+DTYPES = ("bfloat16", "bf16", "float32", "fp32", "float", AUTO, *HALF_TYPES)
 
 NEVER_CODE = "code that comes with a model or with data is never executed"
-NO_FLOAT16 = Setting("bool", reason=FLOAT16)
 NO_PUBLISHING = Setting("text", note="a run publishes nothing; upload the folder of the export")
 NO_CHOICES = "questions with choices are not supported"
 STAYS_ON_DEVICE = "activations stay on their device"
@@ -93,9 +93,6 @@ RAY = _note("any", "torchtitan train starts the ranks")
 ONLINE = "training on answers that the model generates and a reward are not supported"
 REWARDS = "reward models are not supported"
 SHARED_A = 'peft gives gate and up of an expert one A; adapter.target = ["*moe.experts"] gives each matrix its own pair'
-RESTARTS = (
-    "write [adapter.relora] into the job: every is jagged_restart_steps, warmup_steps jagged_restart_warmup_steps"
-)
 SCORES = "answers are not scored in a run: torchtitan evaluate --tasks does it, and validation.generated shows some"
 ALWAYS_SKIPPED = "no service is asked; metrics.trackers names trackers"
 
@@ -111,6 +108,7 @@ MODEL: dict[str, Setting] = {
     **same("tokenizer_type tokenizer_use_fast tokenizer_legacy", TOKENIZER),
     "tokenizer_config": Setting("text", to="model.tokenizer_path"),
     "tokens": Setting("words"),
+    "base_model_ignore_patterns": _note("any", "weights are read from files of safetensors, never from others"),
     **same("resize_token_embeddings_to_32x s2_attention", Setting("bool")),
     **same("flash_attention sdp_attention xformers_attention eager_attention flex_attention flash_optimum", KERNEL),
     "attn_implementation": Setting("text", choices=EXACT_ATTENTION, note=KERNEL.note, reason=OTHER_ATTENTION),
@@ -145,7 +143,8 @@ MODEL: dict[str, Setting] = {
     **same("lisa_n_layers lisa_step_interval lisa_layers_attribute", _refusal("any", "LISA is not supported")),
     "qat": _refusal("table", "training for a quantized model is not supported"),
     "reward_model": _refusal("bool", REWARDS),
-    **same("fp8 fp8_enable_fsdp_float8_all_gather", _refusal("bool", "set training.float8 in the job")),
+    "fp8": Setting("bool"),
+    "fp8_enable_fsdp_float8_all_gather": _note("bool", "weights are gathered in bfloat16, then rounded to the same"),
     "freeze_mm_modules": _note("bool", "models here have no part for images and sound"),
     "cls_model_config": FAMILY,
     "torch_compile": Setting("bool", to="compile.enable"),
@@ -162,9 +161,7 @@ DATA: dict[str, Setting] = {
     **same(
         "pretrain_multipack_attn train_on_inputs sample_packing pad_to_sequence_len group_by_length", Setting("bool")
     ),
-    **same(
-        "dataset_exact_deduplication", _refusal("bool", "records are not compared: remove repeated ones from the data")
-    ),
+    "dataset_exact_deduplication": Setting("bool"),
     **same("sample_packing_sequentially curriculum_sampling", _refusal("bool", "records are always shuffled")),
     "skip_prepare_dataset": _refusal("bool", "records are always tokenized by their format: leave it out"),
     "shuffle_merged_datasets": Setting("bool", choices=(True,), reason="records are always shuffled"),
@@ -178,7 +175,7 @@ DATA: dict[str, Setting] = {
     "remove_unused_columns": _note("bool", "only the fields of a record's format are read"),
     "sequence_len": Setting("int", to="training.seq_len data.max_tokens", least=2),
     "excess_length_strategy": Setting("word", "drop", "data.too_long", EXCESS),
-    "min_sample_len": Setting("int", 2, reason="short records are kept: take them out of the data"),
+    "min_sample_len": Setting("int", least=0),
     "sample_packing_group_size": Setting("int", to="data.packing_window"),
     "sample_packing_bin_size": _note("int", "a sample takes as many records as it has room for"),
     "eval_sample_packing": _note("bool", "the validation loss is the same packed or not"),
@@ -190,7 +187,8 @@ DATA: dict[str, Setting] = {
 }
 _ENTRY_KEYS = """path type conversation name data_files ds_type split field field_messages field_instruction field_input
     field_output field_system message_field_role message_field_content format no_input_format system_format
-    system_prompt roles field_chosen field_rejected message_property_mappings field_thinking template_thinking_key"""
+    system_prompt roles field_chosen field_rejected message_property_mappings field_thinking template_thinking_key
+    drop_system_message"""
 ENTRY_KEYS = _ENTRY_KEYS.split()
 """Keys of an entry of datasets, or of a table that is the entry's type."""
 ADAPTER: dict[str, Setting] = {
@@ -210,9 +208,10 @@ ADAPTER: dict[str, Setting] = {
     "peft_use_rslora": Setting("bool", to="adapter.rslora"),
     "loraplus_lr_ratio": Setting("float", to="adapter.lr_ratio_b"),
     **same("relora_steps relora_warmup_steps", Setting("int")),
-    **same("relora relora_prune_ratio relora_prune_method", _refusal("any", RESTARTS)),
-    **same("jagged_restart_steps jagged_restart_warmup_steps", _refusal("any", RESTARTS)),
-    "jagged_restart_anneal_steps": _refusal("any", RESTARTS),
+    "relora": Setting("bool"),
+    "relora_prune_ratio": Setting("float", least=0),
+    "relora_prune_method": Setting("text", choices=("magnitude", "random", "reset")),
+    **same("jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps", Setting("int", least=0)),
     "relora_cpu_offload": _note("bool", "matrices are merged on their device"),
     "bnb_config_kwargs": Setting("table"),
     "quantize_moe_experts": _note(
@@ -225,8 +224,9 @@ ADAPTER: dict[str, Setting] = {
 PRECISION: dict[str, Setting] = {
     "bf16": Setting("choice", choices=(True, False, AUTO, "full")),
     "bfloat16": Setting("bool"),
-    "torch_dtype": Setting("text", choices=DTYPES, reason=FLOAT16),
-    **same("fp16 float16", NO_FLOAT16),
+    "torch_dtype": Setting("text", choices=DTYPES),
+    "fp16": Setting("bool", note=BFLOAT16_INSTEAD),
+    "float16": Setting("bool"),
     "tf32": _note("bool", "matrix products are in bfloat16 or in full float32"),
     "gradient_checkpointing": Setting(
         "choice", None, "activation_checkpoint.mode", choices=RECOMPUTE, reason=STAYS_ON_DEVICE
@@ -267,7 +267,9 @@ OUTPUT: dict[str, Setting] = {
     "loss_watchdog_threshold": Setting("float", to="guard.loss_threshold"),
     "loss_watchdog_patience": Setting("int", to="guard.loss_patience"),
     "eval_table_max_new_tokens": Setting("int"),
-    **same("do_causal_lm_eval eval_causal_lm_metrics eval_max_new_tokens", _refusal("any", SCORES)),
+    "do_causal_lm_eval": Setting("bool"),
+    "eval_causal_lm_metrics": Setting("words"),
+    "eval_max_new_tokens": _note("int", "answers are not scored in a run, so none are generated for it"),
     "do_bench_eval": _refusal("bool", NO_CHOICES),
     "bench_dataset": _refusal("text", NO_CHOICES),
     "output_dir": Setting("text", to="job.dump_folder"),
@@ -388,6 +390,9 @@ def read_options(line: CommandLine, draft: JobDraft) -> Options:
             elif name == "bf16":
                 options.add(name, value, False)  # without a value it is off, though it is on if it is absent
             continue
+        if name == "tokens" and isinstance(value, dict) and "special_tokens" not in raw_values:
+            name = "special_tokens"
+            draft.notes.append("tokens: a table, as Axolotl had it in 2023: read as special_tokens")
         option = OPTIONS.get(name)
         if option is None and name in ENTRY_KEYS:
             draft.refuse(name, value, "in an entry of datasets, not next to it")

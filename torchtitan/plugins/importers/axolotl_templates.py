@@ -9,6 +9,7 @@ TEMPLATES = {"chatml": "chatml", "llama2": "llama2", "llama-2": "llama2", "llama
 TEMPLATES |= {"alpaca": "alpaca"}
 TOKENIZER_TEMPLATE, JINJA = ("tokenizer", "tokenizer_default"), "jinja"
 MODELS_OF_TEMPLATES = {
+    "cohere": "c4ai-command-r aya-",
     "deepseek_v2": "deepseek-v2",
     "deepseek_v3": "deepseek-v3",
     "falcon_h1": "falcon-h1",
@@ -16,11 +17,16 @@ MODELS_OF_TEMPLATES = {
     "gemma3": "gemma-3-",
     "gemma3n": "gemma-3n",
     "gemma4": "gemma-4",
+    "gemma4_unified": "gemma-4",
+    "jamba": "jamba- ai21-jamba-",
     "llama3_2_vision": "llama-3.2",
     "llama4": "llama-4",
+    "llava": "llava-",
     "phi_3": "phi-3-",
     "phi_35": "phi-3.5",
     "phi_4": "phi-4",
+    "pixtral": "pixtral-",
+    "qwen2_vl": "qwen2-vl- qwen2.5-vl-",
     "qwen_25": "qwen2.5",
     "qwen3": "qwen3-",
     "qwen3_5": "qwen3.5",

@@ -19,7 +19,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.launch import launch
 from torchtitan.launcher.run_folder import IMPORTED_JOB_FILE
 from torchtitan.plugins.importers import SOURCES, CommandLine, launchers, parse, split
-from torchtitan.plugins.importers.programs import program_of
+from torchtitan.plugins.importers.programs import program_of, refuse_other_file
 from torchtitan.process.exit import REFUSED
 from torchtitan.process.ranks import count_ranks, likely_device
 from torchtitan.rules import check
@@ -83,6 +83,8 @@ def translate(line: CommandLine, source: str | None) -> Translation:
             f"{name or line.script}: not a supported program; allowed: {sources}; "
             f"{near or 'name the program with --from'}"
         )
+    if source and SOURCES[name].program:
+        refuse_other_file(line, SOURCES[name].program)
     draft = resolve_name(SOURCES[name].reader)(line)
     launchers.add(line, draft, SOURCES[name].uses_accelerate)
     layer = layer_of(draft.source, draft.values.items())

@@ -16,6 +16,7 @@ from torchtitan.plugins.importers import deepspeed, launchers
 from torchtitan.plugins.importers.axolotl_options import ADAM, OPTIMIZERS
 from torchtitan.plugins.importers.translation import (
     AUTO,
+    BFLOAT16_INSTEAD,
     FLOAT16,
     KINDS,
     CommandLine,
@@ -75,7 +76,8 @@ ARGUMENTS: dict[str, Setting] = {
     "average_tokens_across_devices": Setting("bool", choices=(True,), reason=ONE_LOSS),
     **refused("labels are not smoothed; dpo.label_smoothing does for pairs", label_smoothing_factor=0.0),
     "bf16": Setting("bool", False),
-    **refused(FLOAT16, fp16=False, fp16_full_eval=False, fp16_backend=AUTO, fp16_opt_level="O1"),
+    "fp16": Setting("bool", False, note=BFLOAT16_INSTEAD),
+    **refused(FLOAT16, fp16_full_eval=False, fp16_backend=AUTO, fp16_opt_level="O1"),
     "half_precision_backend": Setting("text", note="bfloat16 has one implementation"),
     "neftune_noise_alpha": Setting("float", to="training.neftune_alpha"),
     **same("gradient_checkpointing activation_checkpointing", Setting("bool", False)),
@@ -198,7 +200,7 @@ class TrainerTranslation:
             self.values["training.epochs"] = int(epochs)
 
     def _precision(self) -> None:
-        computes_bfloat16 = self.options["bf16"]
+        computes_bfloat16 = self.options["bf16"] or self.options["fp16"]
         self.values.setdefault("training.dtype", "float32")
         self.values.setdefault("training.mixed_precision_param", "bfloat16" if computes_bfloat16 else "float32")
         recomputes = self.options["gradient_checkpointing"] or self.options["activation_checkpointing"]

@@ -67,6 +67,12 @@ PROGRAMS = {
             optim_config batching_strategy""",
         refusal="it is experimental, and only files of the first version (stage, finetuning_type) are translated",
     ),
+    "axolotl_cloud": OtherProgram(
+        "Axolotl's cloud runners",
+        "provider secrets gpu gpu_count node_count volumes memory_preprocess timeout_preprocess dockerfile_commands",
+        refusal="it says on which machines axolotl train --cloud runs a file: give that file; torchtitan manifest "
+        "writes jobs of Kubernetes and SLURM",
+    ),
     "accelerate": OtherProgram(
         "accelerate config",
         "compute_environment distributed_type machine_rank main_training_function num_machines",
@@ -125,6 +131,16 @@ def program_of(line: CommandLine) -> str:
     if entry is not None and entry.refusal:
         raise JobError(f"{line.config or line.script}: of {entry.title}; {entry.refusal}")
     return program
+
+
+def refuse_other_file(line: CommandLine, program: str) -> None:
+    """Raise JobError if the options file has no key of this program, but keys of one that is not translated."""
+    table = {} if line.config is None else table_in(line.config)
+    marks = {name: {*entry.marks.split()} & table.keys() for name, entry in PROGRAMS.items()}
+    candidates = [name for name, entry in PROGRAMS.items() if entry.refusal and len(marks[name]) >= MAJORITY]
+    if candidates and not marks[program]:
+        other = PROGRAMS[max(candidates, key=lambda name: len(marks[name]))]
+        raise JobError(f"{line.config}: of {other.title}; {other.refusal}")
 
 
 def _recognised(source: str, table: Mapping[str, Any], flags: Collection[str]) -> str:

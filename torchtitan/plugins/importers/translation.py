@@ -30,6 +30,7 @@ BALANCE = "aux_loss_weight"
 HUB_SPLITS = {"train": "huggingface", "validation": "huggingface_validation", "test": "huggingface_test"}
 """Split of a dataset of the hub -> dataset here."""
 FLOAT16 = "float16 overflows without a scaler; bf16 needs none"
+BFLOAT16_INSTEAD = "not the same: computed in bfloat16, which needs no scaler of the loss, in place of float16"
 
 
 @dataclass(frozen=True)
