@@ -140,6 +140,16 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         + ("num_local_experts", "num_experts_per_tok", "shared_intermediate_size", "router_aux_loss_coef"),
         DECODER[:1],
     ),
+    "lfm2": (
+        (DECODER[0], "norm_eps", *DECODER[2:], "head_dim", "conv_L_cache", "block_multiple_of")
+        + ("block_ffn_dim_multiplier",),
+        ("block_ffn_dim_multiplier",),
+    ),
+    "lfm2_moe": (
+        (DECODER[0], "norm_eps", *DECODER[2:], "head_dim", "conv_L_cache", "num_dense_layers", "routed_scaling_factor")
+        + ("moe_intermediate_size", "num_experts", "num_experts_per_tok"),
+        (),
+    ),
     "olmo2": ((*DECODER, "head_dim"), DECODER[:1]),
     "olmo3": ((*DECODER[:-1], "head_dim", "sliding_window"), DECODER[:1]),
     "phi3": ((*DECODER, "head_dim", "sliding_window"), ("num_key_value_heads", "sliding_window")),

@@ -192,7 +192,7 @@ def test_active_parameters_count_only_the_chosen_experts(family, flavor):
     args, model = SIZES[family][flavor], on_meta(family, flavor)
     assert ACTIVE.get((family, flavor), args.num_active_parameters) == args.num_active_parameters
     others = ("norm.weight", "bias", "sinks.weight", "log_rate", "skip.weight")
-    others += tuple(f"conv_{part}.weight" for part in "qkvxbc")
+    others += tuple(f"conv_{part}.weight" for part in ("short", *"qkvxbc"))
     others += () if args.tied_embeddings else ("tok_embeddings.weight",)
     outside = sum(p.numel() for name, p in model.named_parameters() if name.endswith(others))
     of_experts = sum(p.numel() for name, p in model.named_parameters() if "experts.w" in name and "bias" in name)

@@ -96,7 +96,8 @@ def test_linear_attention_equals_torchs_counter(family, monkeypatch):
     for module in (linear_attention, flops):
         monkeypatch.setattr(module, "CHUNK" if module is linear_attention else "STATE_CHUNK", 8)
     args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2, vocab_size=256)
-    kinds = {"full_interval": 2, "layer_pattern": "M*"}
+    letter = getattr(args, "STATE", "")
+    kinds = {"full_interval": 2, "layer_pattern": f"{letter}*"}
     args = dataclasses.replace(args, **{name: kind for name, kind in kinds.items() if hasattr(args, name)})
     spec = MODELS[family]
     counted = counted_of(spec.build(args), 1024)

@@ -113,6 +113,12 @@ PUBLISHED = {
     "granitemoehybrid": {"attention_dropout": 0.0, "init_method": "mup", "normalization_function": "rmsnorm"}
     | {"mamba_chunk_size": 256, "position_embedding_type": "nope", "rope_scaling": None, "output_router_logits": False}
     | {"time_step_limit": [0.0, float("inf")]},
+    # LFM2-1.2B and LFM2-8B-A1B
+    "lfm2": {"block_dim": 32, "block_ff_dim": 48, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0}
+    | {"block_multiple_of": 256, "block_norm_eps": 1e-05, "block_out_init_scale": 1.0, "block_use_swiglu": True}
+    | {"block_use_xavier_init": True, "conv_dim": 32, "conv_dim_out": 32, "conv_use_xavier_init": True}
+    | {"num_heads": 4, "use_pos_enc": True},
+    "lfm2_moe": {"use_pos_enc": True, "tie_embedding": True, "transformers_version": "4.57.0.dev0"},
     "ministral3": {"attention_dropout": 0.0, "use_cache": True, "sliding_window": None},
     "olmo2": {"attention_dropout": 0.0, "rope_scaling": None, "use_cache": True},
     "olmo3": {"attention_dropout": 0.0, "use_cache": True},

@@ -13,6 +13,7 @@ from torchtitan.models.gemma2.model import Gemma2
 from torchtitan.models.gemma3.model import Gemma3
 from torchtitan.models.granite4.model import Granite4
 from torchtitan.models.kv_cache import CachedDecoder
+from torchtitan.models.lfm2.model import Lfm2
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
@@ -28,6 +29,7 @@ MODELS = {
     "gemma2, capped scores": (Gemma2, GATED["gemma2"]),
     "gemma3, windows in some layers": (Gemma3, GEMMA3["plain"]),
     "granite4, a state in most layers": (Granite4, GATED["granite4"]),
+    "lfm2, convolutions in most layers": (Lfm2, GATED["lfm2"]),
     "qwen3_next, a state in most layers": (Qwen3Next, GATED["qwen3_next"]),
     "qwen3_5, a state in most layers": (Qwen35, GATED["qwen3_5"]),
     "qwen3_moe": (Qwen3MoE, QWEN3_MOE["published"]),

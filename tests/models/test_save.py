@@ -35,6 +35,7 @@ FAMILIES = [
     "gemma3",
     "granite4",
     "gpt2",
+    "lfm2_moe",
     "mistral",
     "mixtral",
     "qwen2_moe",

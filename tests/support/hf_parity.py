@@ -37,19 +37,20 @@ _MEMORY_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _BY_LETTER = {f".{stored}.weight": f".{name}.weight" for stored, name in _MEMORY_EXPERTS.items()}
 MEMORY_NAMES = {
     "MixtralArgs": {"block_sparse_moe": "mlp"} | _BY_LETTER,
+    "Lfm2MoEArgs": {rf"(experts\.\d+){key}": rf"\1{name}" for key, name in _BY_LETTER.items()},
     "Granite4MoEArgs": {
         "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
         "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
         "block_sparse_moe.router.layer.weight": "block_sparse_moe.router.weight",
     },
 }
-"""Parts of names in the folders of a family, and what transformers 5 calls them in memory."""
+"""Parts of names in the folders of a family, as patterns, and what transformers 5 calls them in memory."""
 
 
 def to_memory_names(state, args):
     """Convert a folder's tensors to the in-memory names of transformers 5, which stacks the experts."""
     for stored, name in MEMORY_NAMES.get(type(args).__name__, {}).items():
-        state = {key.replace(stored, name): value for key, value in state.items()}
+        state = {re.sub(stored, name, key): value for key, value in state.items()}
     tensors = {name: value for name, value in state.items() if not re.search(r"\.experts\.\d", name)}
     for stack in sorted({name.split(".experts.")[0] + ".experts" for name in state.keys() - tensors.keys()}):
         experts = [f"{stack}.{expert}" for expert in range(args.n_experts)]
@@ -98,7 +99,8 @@ def exact(modeling: ModuleType, model, hf_model, monkeypatch):
             angles = positions[..., None, None].double() * frequencies
             return torch.stack((angles.cos(), angles.sin()), dim=-1) * magnitude
 
-        embedding = getattr(hf_model.get_submodule(hf_model.base_model_prefix), "rotary_emb", None)
+        body = hf_model.get_submodule(hf_model.base_model_prefix)
+        embedding = getattr(body, "rotary_emb", getattr(body, "pos_emb", None))
         for kind in (kind for kind in model.kinds if kind.rotary is not None):
             name = "sliding_attention_inv_freq" if kind.window else "full_attention_inv_freq"
             frequencies = getattr(embedding, "inv_freq" if hasattr(embedding, "inv_freq") else name).double()

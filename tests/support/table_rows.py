@@ -53,6 +53,9 @@ MICRO_SIZES = {
     "gemma3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, global_interval=2, query_scalar=24),
     "granite": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, attention_bias=True, mlp_bias=True, attention_dropout=0.25),
     "granite4": MIXER | dict(layer_pattern="M*", expert_dim=32, aux_loss_weight=0.1),
+    "lfm2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, layer_pattern="C*"),
+    "lfm2_moe": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, layer_pattern="C*", n_dense_layers=1, expert_dim=32)
+    | dict(aux_loss_weight=0.1),
     "mistral": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, query_growth=0.5, query_period=3),
     "mixtral": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1, sliding_window=7),
     "gpt_oss": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1, sliding_window=7),

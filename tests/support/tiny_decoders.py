@@ -13,6 +13,7 @@ from torchtitan.models.gpt2 import GPT2Args
 from torchtitan.models.gpt_oss import GptOssArgs
 from torchtitan.models.granite import GraniteArgs
 from torchtitan.models.granite4 import Granite4Args, Granite4MoEArgs
+from torchtitan.models.lfm2 import Lfm2Args, Lfm2MoEArgs
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.mistral import MistralArgs
 from torchtitan.models.mixtral import MixtralArgs
@@ -306,6 +307,17 @@ GATED = {
     "granite4 dense": Granite4Args(
         **_GATED | _GRANITE4 | dict(n_layers=3, layer_pattern="*M", ssm_head_dim=16, conv_taps=3, conv_bias=False),
         **dict(rotary=True, tied_embeddings=True, attention_bias=True, ssm_bias=True, ssm_out_bias=True),
+    ),
+    "lfm2": Lfm2Args(**_GATED | dict(n_layers=3), layer_pattern="CC*", rope_theta=5000.0),
+    "lfm2 biased": Lfm2Args(
+        **_GATED, layer_pattern="*C", conv_bias=True, conv_taps=4, tied_embeddings=False, rope_scaling=SCALING
+    ),
+    "lfm2_moe": Lfm2MoEArgs(
+        **_TINY_EXPERTS | dict(n_layers=4, ffn_dim=48, n_dense_layers=1, layer_pattern="C*", route_scale=2.5)
+    ),
+    "lfm2_moe without biases": Lfm2MoEArgs(
+        **_TINY_EXPERTS | dict(ffn_dim=48, n_dense_layers=0, layer_pattern="*C", expert_bias=False),
+        normalize_top_k=False,
     ),
     "granite tied, biased": GraniteArgs(**_GATED, tied_embeddings=True, attention_bias=True, mlp_bias=True),
     **_EXPERTS,

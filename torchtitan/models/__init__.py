@@ -27,6 +27,7 @@ from torchtitan.models.granite import FAMILY as GRANITE
 from torchtitan.models.granite4 import FAMILY as GRANITE4
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.models.hf.wrappers import text_part
+from torchtitan.models.lfm2 import LFMS
 from torchtitan.models.llama import LLAMAS
 from torchtitan.models.mistral import FAMILY as MISTRAL
 from torchtitan.models.mixtral import FAMILY as MIXTRAL
@@ -58,6 +59,7 @@ FAMILIES: dict[str, Family] = {
     "gpt_oss": GPT_OSS,
     "granite": GRANITE,
     "granite4": GRANITE4,
+    **LFMS,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
     **OLMOS,

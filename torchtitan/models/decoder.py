@@ -85,7 +85,7 @@ DECODER_PLAN = ParallelPlan(
 """Parallel plan of decoders with grouped attention and a gated feed-forward, such as Llama."""
 
 
-NARROWER = ("wo", "w2", "w3", "delta_out", "ssm_out")
+NARROWER = ("wo", "w2", "w3", "delta_out", "ssm_out", "short_out")
 """Last parts of the names of matrices with initial values that are smaller in deeper layers."""
 
 

@@ -121,6 +121,7 @@ STACK = "moe.experts"
 SPLIT = dict.fromkeys(("wq", "wk", "wv", "wkv_b", "w1", "w3", "tok_embeddings", HEAD), 0) | {"wo": 1, "w2": 1}
 SPLIT |= dict.fromkeys(("delta_qkvz", "delta_ba", *(f"delta_{part}" for part in "qkvzba")), 0) | {"delta_out": 1}
 SPLIT |= dict.fromkeys(("ssm_z", "ssm_x", "ssm_dt"), 0) | {"ssm_out": 1}
+SPLIT |= dict.fromkeys(("short_b", "short_c", "short_x"), 0) | {"short_out": 1}
 """Last part of a linear layer's name -> dimension that tensor parallel splits (0: outputs, 1: inputs)."""
 
 

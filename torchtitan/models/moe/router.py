@@ -98,7 +98,7 @@ class Router(ZeroedBuffers):
         """scores [N, E], ids [N, k] -> [N, k]."""
         weights = scores.gather(1, ids)
         if self.args.normalize_top_k:
-            weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+            weights = weights / (weights.sum(-1, keepdim=True) + self.args.weight_eps)
         return weights * self.args.route_scale
 
     @torch.no_grad()
