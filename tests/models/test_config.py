@@ -118,6 +118,8 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         + ("query_pre_attn_scalar",),
         (),
     ),
+    "gemma": ((*DECODER, "head_dim"), ()),
+    "arcee": ((*DECODER, "head_dim"), (DECODER[0], "head_dim")),
     "gemma2": (
         (*DECODER, "head_dim", "sliding_window", "query_pre_attn_scalar")
         + ("attn_logit_softcapping", "final_logit_softcapping"),
@@ -131,6 +133,21 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
     "falcon": (
         ("num_kv_heads", "layer_norm_epsilon", *DECODER[2:], "ffn_hidden_size"),
         ("num_kv_heads", "ffn_hidden_size"),
+    ),
+    "hunyuan_v1_dense biased": ((*DECODER, "head_dim"), DECODER[:1]),
+    "nemotron": (
+        (DECODER[0], *DECODER[2:], "norm_eps", "head_dim", "partial_rotary_factor"),
+        (DECODER[0], "head_dim"),
+    ),
+    "cohere": ((DECODER[0], *DECODER[2:], "layer_norm_eps", "head_dim", "logit_scale"), DECODER[:1]),
+    "cohere2": (
+        (DECODER[0], *DECODER[2:], "layer_norm_eps", "head_dim", "logit_scale", "sliding_window"),
+        DECODER[:1],
+    ),
+    "gpt_neox": (("layer_norm_eps", DECODER[2], "rotary_emb_base", "rotary_pct", "hidden_dropout"), ()),
+    "starcoder2": (
+        (DECODER[0], *DECODER[2:], "norm_epsilon", "head_dim", "sliding_window", "residual_dropout"),
+        ("head_dim", "sliding_window"),
     ),
     "phi": ((DECODER[0], "layer_norm_eps", *DECODER[2:], "partial_rotary_factor", "resid_pdrop"), DECODER[:1]),
     "stablelm": ((DECODER[0], "layer_norm_eps", *DECODER[2:], "partial_rotary_factor"), ()),

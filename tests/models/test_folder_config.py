@@ -99,12 +99,37 @@ PUBLISHED = {
     # falcon-7b, phi-2 and stablelm-2-1_6b
     "falcon": {"apply_residual_connection_post_layernorm": False, "auto_map": {"AutoConfig": "configuration_falcon"}}
     | {"hidden_dropout": 0.0, "attention_dropout": 0.0, "initializer_range": 0.02, "use_cache": True},
+    "hunyuan_v1_dense": {"use_qk_norm": True, "use_rotary_pos_emb": True, "norm_type": "rms", "mlp_bias": False}
+    | {"attention_head_dim": 8, "eod_token_id": 3, "cla_share_factor": 2, "class_num": 0, "use_cla": False}
+    | {
+        "rope_scaling": {
+            "alpha": 30.0,
+            "beta_fast": 32,
+            "beta_slow": 1,
+            "factor": 1.0,
+            "mscale": 1.0,
+            "type": "dynamic",
+        }
+    },
+    "nemotron": {"attention_dropout": 0.0, "rope_scaling": None, "use_cache": True, "rope_theta": 5000.0},
+    "cohere": {"attention_dropout": 0.0, "use_qk_norm": False, "rope_scaling": None, "model_max_length": 131072},
+    "cohere2": {"cache_implementation": "hybrid", "layer_switch": 2, "order_of_interleaved_layers": "local_attn_first"}
+    | {"position_embedding_type": "rope_gptj", "rotary_pct": 1.0, "use_embedding_sharing": True, "layer_types": None}
+    | {"use_gated_activation": True, "use_parallel_block": True, "use_parallel_embedding": False}
+    | {"sliding_window_pattern": 2, "rope_scaling": None},
+    "gpt_neox": {"attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0, "rope_theta": 5000.0}
+    | {"partial_rotary_factor": 0.5, "classifier_dropout": 0.1, "custom_pipelines": {"text-generation": {"pt": "X"}}},
+    "starcoder2": {"activation_function": "gelu", "mlp_type": "default", "norm_type": "layer_norm"}
+    | {"layer_norm_epsilon": 1e-5, "scale_attn_weights": True, "attention_softmax_in_fp32": True}
+    | {"scale_attention_softmax_in_fp32": True, "residual_dropout": 0.1, "embedding_dropout": 0.1},
     "phi": {"embd_pdrop": 0.0, "resid_pdrop": 0.1, "attention_dropout": 0.0, "rope_scaling": None, "use_cache": True},
     "stablelm": {"hidden_dropout": 0.0, "attention_dropout": 0.0, "use_cache": True, "transformers_version": "4.38.0"}
     | {"qk_layernorm": False, "use_parallel_residual": False},
     "falcon_h1": {"mamba_use_mlp": True, "mlp_expansion_factor": 8, "mamba_chunk_size": 128, "mamba_expand": 2}
     | {"attn_layer_indices": None, "num_logits_to_keep": 1, "attention_dropout": 0.0, "rope_scaling": None}
     | {"time_step_limit": [0.0, float("inf")]},
+    "gemma": {"hidden_activation": None, "rope_scaling": None, "attention_dropout": 0.0, "hidden_act": "gelu"},
+    "arcee": {"attention_dropout": 0.0, "rope_scaling": None, "use_cache": True, "mlp_bias": False},
     "gemma2": {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 5}
     | {"attention_dropout": 0.0},
     "glm": {"attention_dropout": 0.0, "use_cache": True, "rope_theta": 10000.0},

@@ -7,6 +7,9 @@ docs/features.md and docs/combinations.md are made from it.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
+DROPPING = ("gpt2", "granite", "gpt_neox", "phi", "seed_oss", "starcoder2", "classifier")
+"""Models with dropout."""
+
 
 @dataclass(frozen=True, kw_only=True)
 class Combination:
@@ -87,8 +90,7 @@ class Combination:
         training only. Layouts with many rows are evaluated only in rows without recompute, which has no effect.
         """
         rare = self.pp > 2 or self.ep > 1 or self.precision == "bfloat16" or self.cpu_offload
-        drops = self.model in ("gpt2", "granite", "phi", "seed_oss", "classifier") or "dropout" in self.adapter
-        drops = drops or self.noise or self.groups
+        drops = self.model in DROPPING or "dropout" in self.adapter or self.noise or self.groups
         return self.compile == "no" and not (drops or self.remembers) and (rare or self.recompute == "none")
 
 
@@ -594,7 +596,7 @@ def windows_of_some_layers() -> list[Combination]:
 
 
 GATED = ("falcon", "gemma2", "glm", "glm4", "granite", "olmo2", "olmo3", "phi", "phi3", "phi4", "seed_oss", "smollm3")
-GATED += ("stablelm",)
+GATED += ("stablelm", "arcee", "gemma", "gpt_neox", "starcoder2", "nemotron", "cohere", "cohere2", "hunyuan_v1_dense")
 """Families that are a Llama with other options."""
 
 

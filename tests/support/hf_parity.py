@@ -36,6 +36,7 @@ def build(family, args, seed=0, dtype=torch.float32):
 _MEMORY_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _BY_LETTER = {f".{stored}.weight": f".{name}.weight" for stored, name in _MEMORY_EXPERTS.items()}
 MEMORY_NAMES = {
+    "GPTNeoXArgs": {"^embed_out": "lm_head"},
     "MixtralArgs": {"block_sparse_moe": "mlp"} | _BY_LETTER,
     "Lfm2MoEArgs": {rf"(experts\.\d+){key}": rf"\1{name}" for key, name in _BY_LETTER.items()},
     "Granite4MoEArgs": {

@@ -46,8 +46,9 @@ MICRO_SIZES = {
     "glm4_moe_lite": LATENT | dict(ffn_dim=64, expert_dim=32, q_lora_rank=20),
     "gpt2": dict(ffn_dim=96, max_seq_len=32, dropout=0.25, attention_dropout=0.25),
     "falcon": dict(n_kv_heads=2, head_dim=16, rotary_dim=16, ffn_dim=96, norms=2, bias=True),
-    "falcon_h1": MIXER
-    | dict(ffn_dim=96, key_multiplier=2.0, ssm_x_multiplier=3.0, down_multiplier=0.5),
+    "falcon_h1": MIXER | dict(ffn_dim=96, key_multiplier=2.0, ssm_x_multiplier=3.0, down_multiplier=0.5),
+    "arcee": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, mlp_bias=True),
+    "gemma": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
     "gemma2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, query_scalar=24)
     | dict(score_cap=0.5, logit_cap=1.0),
     "gemma3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, global_interval=2, query_scalar=24),
@@ -58,6 +59,11 @@ MICRO_SIZES = {
     | dict(aux_loss_weight=0.1),
     "mistral": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, query_growth=0.5, query_period=3),
     "mixtral": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1, sliding_window=7),
+    "hunyuan_v1_dense": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
+    "nemotron": dict(n_kv_heads=2, head_dim=16, rotary_dim=8, ffn_dim=96, attention_bias=True),
+    "cohere": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
+    "cohere2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, global_interval=2),
+    "gpt_neox": dict(n_kv_heads=4, head_dim=12, rotary_dim=4, ffn_dim=96, residual_dropout=0.25),
     "gpt_oss": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1, sliding_window=7),
     "olmo2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
     "olmo3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, global_interval=2),
@@ -78,6 +84,8 @@ MICRO_SIZES = {
     "roberta": dict(ffn_dim=96, max_seq_len=32, n_types=2),
     "seed_oss": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, attention_dropout=0.25, residual_dropout=0.25),
     "stablelm": dict(n_kv_heads=2, head_dim=16, rotary_dim=8, ffn_dim=96, qk_norm=True, side_by_side=True),
+    "starcoder2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, attention_dropout=0.25)
+    | dict(residual_dropout=0.25, embedding_dropout=0.25),
     "smollm3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, no_rope_interval=2),
     "qwen3_moe": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1),
     **dict.fromkeys(other_families.SIZES, {}),

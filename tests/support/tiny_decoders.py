@@ -2,21 +2,27 @@
 
 from dataclasses import replace
 
+from torchtitan.models.arcee import ArceeArgs
+from torchtitan.models.cohere import CohereArgs
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
 from torchtitan.models.falcon import FalconArgs
 from torchtitan.models.falcon_h1 import FalconH1Args
+from torchtitan.models.gemma import Gemma1Args
 from torchtitan.models.gemma2 import Gemma2Args
 from torchtitan.models.gemma3 import Gemma3Args
 from torchtitan.models.glm4 import Glm4Args
 from torchtitan.models.glm4_moe import Glm4MoEArgs
 from torchtitan.models.gpt2 import GPT2Args
+from torchtitan.models.gpt_neox import GPTNeoXArgs
 from torchtitan.models.gpt_oss import GptOssArgs
 from torchtitan.models.granite import GraniteArgs
 from torchtitan.models.granite4 import Granite4Args, Granite4MoEArgs
+from torchtitan.models.hunyuan import HunyuanArgs
 from torchtitan.models.lfm2 import Lfm2Args, Lfm2MoEArgs
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.mistral import MistralArgs
 from torchtitan.models.mixtral import MixtralArgs
+from torchtitan.models.nemotron import NemotronArgs
 from torchtitan.models.olmo import OlmoArgs
 from torchtitan.models.opt import OPTArgs
 from torchtitan.models.phi import PhiArgs
@@ -31,6 +37,7 @@ from torchtitan.models.seed_oss import SeedOssArgs
 from torchtitan.models.sizes import LongRope, RopeScaling
 from torchtitan.models.smollm3 import SmolLM3Args
 from torchtitan.models.stablelm import StableLMArgs
+from torchtitan.models.starcoder2 import Starcoder2Args
 
 _LLAMA2 = LlamaArgs(dim=32, n_layers=2, n_heads=4, vocab_size=64, multiple_of=16, max_seq_len=128)
 # of the 4 frequencies, one is kept, one blended and two are stretched
@@ -262,6 +269,33 @@ GATED = {
     "falcon new": FalconArgs(**_GATED, rotary_dim=8, norms=2, bias=True, rope_scaling=SCALING, tied_embeddings=False),
     "falcon one norm": FalconArgs(**_GATED, rotary_dim=8, tied_embeddings=False),
     "falcon in turn": FalconArgs(**_GATED | dict(n_kv_heads=4), rotary_dim=8, norms=0, bias=True),
+    "hunyuan_v1_dense": HunyuanArgs(**_GATED, rope_scaling=RopeScaling(30.0, kind="ntk")),
+    "hunyuan_v1_dense biased": HunyuanArgs(
+        **_GATED | dict(head_dim=12), attention_bias=True, tied_embeddings=False, rope_theta=5000.0
+    ),
+    "nemotron": NemotronArgs(**_GATED | dict(head_dim=12), rotary_dim=6, rope_theta=5000.0),
+    "nemotron biased": NemotronArgs(
+        **_GATED, rotary_dim=8, attention_bias=True, mlp_bias=True, tied_embeddings=True, rope_scaling=SCALING
+    ),
+    "cohere": CohereArgs(**_GATED, rope_theta=5000.0, logit_scale=0.25),
+    "cohere biased": CohereArgs(
+        **_GATED | dict(head_dim=12), attention_bias=True, tied_embeddings=False, rope_scaling=SCALING
+    ),
+    "cohere2": CohereArgs(**_GATED | dict(n_layers=3), sliding_window=5, global_interval=2, logit_scale=0.5),
+    "gpt_neox": GPTNeoXArgs(**_GATED | dict(n_kv_heads=4), rotary_dim=4, rope_theta=5000.0),
+    "gpt_neox in turn": GPTNeoXArgs(
+        **_GATED | dict(n_kv_heads=4),
+        rotary_dim=8,
+        side_by_side=False,
+        attention_bias=False,
+        approximate_gelu=True,
+        tied_embeddings=True,
+        rope_scaling=SCALING,
+    ),
+    "starcoder2": Starcoder2Args(**_GATED, sliding_window=5, rope_theta=5000.0),
+    "starcoder2 without biases": Starcoder2Args(
+        **_GATED | dict(head_dim=12), bias=False, tied_embeddings=False, rope_scaling=YARN_FACTOR
+    ),
     "phi": PhiArgs(**_GATED | dict(n_kv_heads=4), rotary_dim=4, rope_theta=5000.0),
     "phi normed": PhiArgs(**_GATED, rotary_dim=6, qk_norm=True, tied_embeddings=True, rope_scaling=SCALING),
     "phi3": Phi3Args(**_GATED, sliding_window=5),
@@ -287,6 +321,14 @@ GATED = {
     "glm4": Glm4Args(**_GATED | dict(n_layers=3), rotary_dim=4),
     "glm4 without biases": Glm4Args(**_GATED, rotary_dim=8, qkv_bias=False, tied_embeddings=True),
     "glm": Glm4Args(**_GATED | dict(head_dim=12), rotary_dim=6, output_norms=False),
+    "gemma": Gemma1Args(**_GATED | dict(dim=64, n_kv_heads=1)),
+    "gemma biased, not tied": Gemma1Args(
+        **_GATED | dict(dim=64), attention_bias=True, tied_embeddings=False, rope_scaling=SCALING
+    ),
+    "arcee": ArceeArgs(**_GATED | dict(head_dim=12), rope_theta=5000.0),
+    "arcee biased": ArceeArgs(
+        **_GATED, attention_bias=True, mlp_bias=True, tied_embeddings=True, rope_scaling=YARN_FACTOR
+    ),
     "gemma2": Gemma2Args(**_GATED | dict(dim=64, n_layers=3), sliding_window=5, query_scalar=24, **_CAPS),
     "gemma2 not capped, not tied": Gemma2Args(
         **_GATED | dict(dim=64),

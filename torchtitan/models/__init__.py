@@ -12,25 +12,31 @@ from typing import Any
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
+from torchtitan.models.arcee import FAMILY as ARCEE
+from torchtitan.models.cohere import COHERES
 from torchtitan.models.deepseek import FAMILY as DEEPSEEK
 from torchtitan.models.falcon import FAMILY as FALCON
 from torchtitan.models.falcon_h1 import FAMILY as FALCON_H1
 from torchtitan.models.family import ConfigConverter, Family
+from torchtitan.models.gemma import FAMILY as GEMMA
 from torchtitan.models.gemma2 import FAMILY as GEMMA2
 from torchtitan.models.gemma3 import FAMILY as GEMMA3
 from torchtitan.models.glm4 import GLMS
 from torchtitan.models.glm4_moe import FAMILY as GLM4_MOE
 from torchtitan.models.glm4_moe_lite import FAMILY as GLM4_MOE_LITE
 from torchtitan.models.gpt2 import FAMILY as GPT2
+from torchtitan.models.gpt_neox import FAMILY as GPT_NEOX
 from torchtitan.models.gpt_oss import FAMILY as GPT_OSS
 from torchtitan.models.granite import FAMILY as GRANITE
 from torchtitan.models.granite4 import FAMILY as GRANITE4
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.models.hf.wrappers import text_part
+from torchtitan.models.hunyuan import FAMILY as HUNYUAN
 from torchtitan.models.lfm2 import LFMS
 from torchtitan.models.llama import LLAMAS
 from torchtitan.models.mistral import FAMILY as MISTRAL
 from torchtitan.models.mixtral import FAMILY as MIXTRAL
+from torchtitan.models.nemotron import FAMILY as NEMOTRON
 from torchtitan.models.olmo import OLMOS
 from torchtitan.models.opt import FAMILY as OPT
 from torchtitan.models.phi import FAMILY as PHI
@@ -44,24 +50,31 @@ from torchtitan.models.roberta import FAMILY as ROBERTA
 from torchtitan.models.seed_oss import FAMILY as SEED_OSS
 from torchtitan.models.smollm3 import FAMILY as SMOLLM3
 from torchtitan.models.stablelm import FAMILY as STABLELM
+from torchtitan.models.starcoder2 import FAMILY as STARCODER2
 
 FAMILIES: dict[str, Family] = {
     **LLAMAS,
+    "arcee": ARCEE,
+    **COHERES,
     "deepseek": DEEPSEEK,
     "falcon": FALCON,
     "falcon_h1": FALCON_H1,
+    "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
     **GLMS,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,
     "gpt2": GPT2,
+    "gpt_neox": GPT_NEOX,
     "gpt_oss": GPT_OSS,
     "granite": GRANITE,
     "granite4": GRANITE4,
     **LFMS,
+    "hunyuan_v1_dense": HUNYUAN,
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
+    "nemotron": NEMOTRON,
     **OLMOS,
     "opt": OPT,
     "phi": PHI,
@@ -75,6 +88,7 @@ FAMILIES: dict[str, Family] = {
     "seed_oss": SEED_OSS,
     "smollm3": SMOLLM3,
     "stablelm": STABLELM,
+    "starcoder2": STARCODER2,
 }
 """The families of this project."""
 

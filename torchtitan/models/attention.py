@@ -297,9 +297,9 @@ class GroupedQueryAttention(nn.Module):
     """Grouped-query attention (arXiv:2305.13245): each key/value head serves several query heads.
 
     It has rotary positions if the layer's kind does. With `qk_norm`, a kind of norm, each head's query and key are
-    normalized before rotation (arXiv:2302.05442, as in Qwen 3), with `over_heads` all heads' at once, with `by_head` by
-    weights for each. `bias` applies to all four matrices, unless `output_bias` is given for the last one. Scores are
-    scaled by `query_scale` / sqrt(E).
+    normalized before rotation (arXiv:2302.05442, as in Qwen 3) or with `norms_rotated` after it, with `over_heads` all
+    heads' at once, with `by_head` by weights for each. `bias` applies to all four matrices, unless `output_bias` is
+    given for the last one. Scores are scaled by `query_scale` / sqrt(E).
     `growth`: see growth_of_queries. `sinks`: heads have one, see Sinks.
     `gated`: the output of each head is multiplied by the sigmoid of E further features of wq, which follow the head's
     query (arXiv:2505.06708).
@@ -320,9 +320,11 @@ class GroupedQueryAttention(nn.Module):
         sinks: bool = False,
         gated: bool = False,
         by_head: bool = False,
+        norms_rotated: bool = False,
     ):
         super().__init__()
-        self.growth, self.gated = growth, gated
+        assert query_scale == 1 or not norms_rotated, "a norm would undo the scale"
+        self.growth, self.gated, self.norms_rotated = growth, gated, norms_rotated
         self.head_dim, self.query_scale, self.over_heads = args.head_dim, query_scale, over_heads
         self.wq = nn.Linear(args.dim, (1 + gated) * args.n_heads * args.head_dim, bias)
         self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
@@ -343,12 +345,14 @@ class GroupedQueryAttention(nn.Module):
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [B, S, H or K, E]
         if self.gated:
             q, gate = q.unflatten(-2, (-1, 2)).unbind(-2)
-        if self.q_norm is not None and not self.over_heads:
+        if self.q_norm is not None and not self.over_heads and not self.norms_rotated:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.query_scale != 1:
             q = q * self.query_scale
         if shared.rotation is not None:
             q, k = rotate(q, shared.rotation), rotate(k, shared.rotation)
+        if self.norms_rotated:
+            q, k = self.q_norm(q), self.k_norm(k)
         if self.growth[0]:
             q = q * growth_of_queries(shared.positions, *self.growth)[..., None, None].to(q.dtype)
         sinks = None if self.sinks is None else self.sinks()

@@ -223,6 +223,18 @@ class InputEmbedding(nn.Module):
         return x if self.dropout is None else self.dropout(x, keys)
 
 
+class EmbeddingDropout(nn.Module):
+    """Dropout of the embeddings, in the place of an InputEmbedding."""
+
+    def __init__(self, p: float):
+        super().__init__()
+        self.dropout = Dropout(p)
+
+    def forward(self, x: torch.Tensor, positions: torch.Tensor, keys: torch.Tensor | None) -> torch.Tensor:
+        """x [B, S, D] -> [B, S, D]"""
+        return self.dropout(x, keys)
+
+
 class AttentionKind(nn.Module):
     """The properties of attention that layers share: masks and rotations are prepared once for all layers of a kind.
 

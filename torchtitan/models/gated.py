@@ -18,11 +18,29 @@ from torch import nn
 
 from torchtitan.core.random_draws import Constant, Init, Normal
 from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention
-from torchtitan.models.decoder import DECODER_PLAN, AttentionKind, Block, Decoder, ResidualBlock
+from torchtitan.models.decoder import (
+    DECODER_PLAN,
+    AttentionKind,
+    Block,
+    Decoder,
+    EmbeddingDropout,
+    ResidualBlock,
+)
 from torchtitan.models.family import ConfigConverter
 from torchtitan.models.flops import flops_per_token
 from torchtitan.models.hf.names import ATTENTION, ENDS, FEED_FORWARD, QK_NORMS, REORDERED, ROUTER_BIAS, TensorMap
-from torchtitan.models.layers import MLP, GeGLU, HeadNorm, LayerNorm, RMSNorm, Rotary, SwiGLU, ZeroCenteredRMSNorm
+from torchtitan.models.layers import (
+    MLP,
+    GeGLU,
+    HeadNorm,
+    LayerNorm,
+    RMSNorm,
+    Rotary,
+    SwiGLU,
+    ZeroCenteredLayerNorm,
+    ZeroCenteredRMSNorm,
+    squared_relu,
+)
 from torchtitan.models.sizes import QKV, SINKS, Rope, bias_of
 from torchtitan.models.spec import HuggingFace, ModelSpec
 from torchtitan.parallelisms.plan import ParallelPlan
@@ -46,7 +64,9 @@ class GatedDecoder(Decoder):
         final_norm = norm_of(args)(args.dim, args.norm_eps)
         kernel = dict(attention_dropout=getattr(args, "attention_dropout", 0.0), score_cap=args.score_cap)
         head = nn.Linear(args.dim, args.vocab_size) if args.head_bias else None
-        super().__init__(args, kinds, block, attention_backend, norm=final_norm, head=head, **kernel)
+        entrance = EmbeddingDropout(args.embedding_dropout) if hasattr(args, "embedding_dropout") else None
+        ends = dict(entrance=entrance, norm=final_norm, head=head)
+        super().__init__(args, kinds, block, attention_backend, **ends, **kernel)
         if args.logit_cap:
             self.output.register_forward_hook(partial(_cap_output, args.logit_cap))
 
@@ -85,6 +105,7 @@ class GatedDecoder(Decoder):
             growth=(args.query_growth, args.query_period),
             sinks=args.sinks,
             gated=args.attention_gate,
+            norms_rotated=args.qk_norm_rotated,
         )
 
     @staticmethod
@@ -99,14 +120,20 @@ def _cap_output(cap: float, head: torch.nn.Module, inputs: tuple, logits: torch.
     return (logits / cap).tanh() * cap
 
 
-def norm_of(args: Any) -> type[RMSNorm | LayerNorm]:
-    return LayerNorm if args.layer_norm else ZeroCenteredRMSNorm if args.zero_centered else RMSNorm
+def norm_of(args: Any) -> Callable[[int, float], nn.Module]:
+    if args.layer_norm:
+        return partial(ZeroCenteredLayerNorm if args.zero_centered else LayerNorm, bias=args.norm_bias)
+    return ZeroCenteredRMSNorm if args.zero_centered else RMSNorm
+
+
+ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"), "relu_squared": squared_relu}
+"""Those of a feed-forward without a gate."""
 
 
 def feed_forward_of(args: Any, bias: bool) -> nn.Module:
     if args.gate:
-        return (GeGLU if args.gelu else SwiGLU)(args.dim, args.ffn_dim, bias)
-    return MLP(args.dim, args.ffn_dim, partial(F.gelu, approximate="none" if args.exact_gelu else "tanh"), bias)
+        return (GeGLU if args.activation == "gelu_tanh" else SwiGLU)(args.dim, args.ffn_dim, bias)
+    return MLP(args.dim, args.ffn_dim, ACTIVATIONS[args.activation], bias)
 
 
 QK_NORM = "attention.[qk]_norm"
@@ -121,6 +148,8 @@ PLAN = replace(
     keyed=DROPOUTS,
     optional=(BY_HEAD, QK_NORM, "ffn_norm", *POST_NORMS, *DROPOUTS),
 )
+DROPPED_PLAN = replace(PLAN, with_embedding=("entrance",))
+"""Of families with a size `embedding_dropout`."""
 NO_NAMES: Mapping[str, str] = MappingProxyType({})
 SANDWICH_NORMS = {
     "attention_post_norm.weight": "post_attention_layernorm.weight",
@@ -131,6 +160,7 @@ OUTPUT_NORMS = {
     "attention_norm.weight": "post_attention_layernorm.weight",
     "ffn_norm.weight": "post_feedforward_layernorm.weight",
 }
+UNGATED = {f"feed_forward.w{n}.weight": f"mlp.{name}_proj.weight" for n, name in ((1, "up"), (2, "down"))}
 FUSED_QKV = {f"{name}.weight": "self_attn.qkv_proj.weight" for name in QKV}
 FUSED_GATE = {f"feed_forward.{matrix}.weight": "mlp.gate_up_proj.weight" for matrix in ("w1", "w3")}
 
@@ -145,7 +175,7 @@ def tensor_map(
 
     `ends`: the same outside of the layers. `interleaved`: see TensorMap.
     """
-    names = ATTENTION | FEED_FORWARD | (QK_NORMS if args.qk_norm else {}) | family_names
+    names = ATTENTION | (FEED_FORWARD if args.gate else UNGATED) | (QK_NORMS if args.qk_norm else {}) | family_names
     names |= {SINKS: "self_attn.sinks"} if args.sinks else {}
     biased = [f"{name}.weight" for name in args.biases]
     biased += [name for name in args.norm_widths if bias_of(name) in args.norm_widths and not name.endswith(".bias")]
@@ -171,6 +201,15 @@ def tensor_map(
         rotary_dim=args.rotary_dim,
         tied=args.tied_embeddings,
     )
+
+
+def joined_map(args: Any, names: Mapping[str, str], ends: Mapping[str, str], layers: str) -> TensorMap:
+    """Return the names of a family that has one matrix for queries, keys and values.
+
+    In each group it has the heads of queries, the head of keys and that of values that serves them. `names` and `ends`:
+    see tensor_map. `layers`: see TensorMap.
+    """
+    return replace(tensor_map(args, names, ends=ends), layers=layers, groups=args.num_kv_heads, _ours={})
 
 
 def gated_spec(

@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 from torchtitan.core.errors import JobError
 from torchtitan.models.hf.config import gated_config, gated_sizes, read_number, split_partial_rotary
-from torchtitan.models.hf.config_keys import DECODER_KEYS
+from torchtitan.models.hf.config_keys import DECODER_KEYS, of_family
 from torchtitan.models.hf.layer_kinds import partial_rotary_factor
 from torchtitan.models.sizes import GatedArgs, check_rotary_dim
 
@@ -37,7 +37,7 @@ def layer_norm_config(args: LayerNormArgs, dtype: Any, name: str) -> dict[str, A
         "layer_norm_eps": args.norm_eps,
         "partial_rotary_factor": partial_rotary_factor(args),
     }
-    return {key: value for key, value in fields.items() if key in KEYS or key not in DECODER_KEYS | {"head_dim"}}
+    return of_family(fields, KEYS)
 
 
 def layer_norm_sizes(

@@ -129,6 +129,27 @@ class MLP(nn.Module):
         return self.w2(self.activation(self.w1(x)))
 
 
+class _SquaredReLU(torch.autograd.Function):
+    """max(x, 0)^2 (arXiv:2109.08668). Backward computes one tensor, where that of a power computes three."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        r = F.relu(x)
+        ctx.save_for_backward(r)
+        return r.square()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        """Return the gradient of x, 2 g max(x, 0)."""
+        (r,) = ctx.saved_tensors
+        return (grad * r).mul_(2)
+
+
+def squared_relu(x: torch.Tensor) -> torch.Tensor:
+    """Return the square of relu: [...] -> [...]."""
+    return _SquaredReLU.apply(x)
+
+
 class ZeroedBuffers(nn.Module):
     """A module that starts its own buffers at zero and keeps their dtype."""
 
@@ -240,11 +261,23 @@ class ZeroCenteredRMSNorm(RMSNorm):
 
 
 class LayerNorm(nn.LayerNorm):
-    """torch's LayerNorm, with weight and bias cast to the dtype of the input (see RMSNorm)."""
+    """torch's LayerNorm, with weight and bias, if any, cast to the dtype of the input (see RMSNorm)."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., D] -> [..., D]"""
-        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), self.bias.to(x.dtype), self.eps)
+        bias = None if self.bias is None else self.bias.to(x.dtype)
+        return F.layer_norm(x, self.normalized_shape, self.weight.to(x.dtype), bias, self.eps)
+
+
+class ZeroCenteredLayerNorm(LayerNorm):
+    """A LayerNorm that multiplies by 1 + weight, so that a weight of 0 changes nothing (arXiv:2402.16819).
+
+    It adds two norms, as bfloat16 cannot represent 1 plus a small weight.
+    """
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., D]"""
+        return LayerNorm.forward(self, x) + F.layer_norm(x, self.normalized_shape, eps=self.eps)
 
 
 class HeadNorm(nn.Module):

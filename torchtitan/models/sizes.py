@@ -57,6 +57,11 @@ outputs of both alone (arXiv:2501.00656), or before both and of their outputs. I
 feed-forward both read the block's input: after one norm, or after one each."""
 
 
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu_squared"]
+"""Function of a feed-forward. gelu_tanh: the approximation of gelu by tanh (arXiv:1606.08415); relu_squared: the square
+of relu (arXiv:2109.08668)."""
+
+
 def check_positive(args: Any, *names: str) -> None:
     for name in names:
         if getattr(args, name) < 1:
@@ -196,14 +201,15 @@ class GatedDecoderSizes:
     qk_norm = False  # norms of each head's queries and keys
     qk_norm_over_heads = False  # of all heads' at once
     qk_norm_by_head = False  # with weights for each head, and no biases
+    qk_norm_rotated = False  # after rotation
     rotates_adjacent = False  # adjacent features of a head are rotated together in transformers too
     norm_order: NormOrder = "pre"
     zero_centered = False  # norms multiply by 1 + weight
-    layer_norm = False  # norms subtract the mean, and have biases
+    layer_norm = False  # norms subtract the mean
+    norm_bias = True  # of norms that do
     head_bias = False
     gate = True  # of the feed-forward
-    gelu = False  # in place of silu; without a gate always
-    exact_gelu = False  # without a gate; else its approximation by tanh
+    activation: Activation = "silu"  # gelu_tanh with or without a gate, silu only with one, the others without
     sliding_window = 0  # number of tokens that a token attends to, with itself; 0: all before it
     sinks = False  # heads have a learned score that joins their softmax
     global_interval = 0  # the last of each so many layers has no window
@@ -260,6 +266,10 @@ class GatedDecoderSizes:
         return self.attention_linears(layer) | (gated if self.gate else ungated)("feed_forward", self.dim, self.ffn_dim)
 
     @property
+    def _norms_have_biases(self) -> bool:
+        return self.layer_norm and self.norm_bias
+
+    @property
     def norm_widths(self) -> dict[str, int]:
         """Width of each norm of a block, by the names of its weight and its bias."""
         norms = NORMS[:1] if self.norm_order == "shared" else NORMS
@@ -267,7 +277,7 @@ class GatedDecoderSizes:
         of_all_heads = self.qk_norm_over_heads or self.qk_norm_by_head
         if self.qk_norm and not of_all_heads:
             widths |= dict.fromkeys(QK_NORMS, self.head_dim)
-        if self.layer_norm:
+        if self._norms_have_biases:
             widths |= {bias_of(name): width for name, width in widths.items()}
         if self.qk_norm and of_all_heads:
             heads = (self.n_heads, self.num_kv_heads)
@@ -287,7 +297,8 @@ class GatedDecoderSizes:
 
     @property
     def end_others(self) -> Names:
-        return (*ENDS, *(("norm.bias",) if self.layer_norm else ()), *((f"{HEAD}.bias",) if self.head_bias else ()))
+        biases = {"norm.bias": self._norms_have_biases, f"{HEAD}.bias": self.head_bias}
+        return (*ENDS, *(name for name, is_there in biases.items() if is_there))
 
     @property
     def num_matmul_parameters(self) -> int:
@@ -305,7 +316,7 @@ class GatedDecoderSizes:
     @property
     def num_parameters(self) -> int:
         embedding = 0 if self.tied_embeddings else self.vocab_size * self.dim
-        ends = (1 + self.layer_norm) * self.dim + self.head_bias * self.vocab_size
+        ends = (1 + self._norms_have_biases) * self.dim + self.head_bias * self.vocab_size
         return self.num_matmul_parameters + self.num_block_others + ends + embedding
 
 

@@ -29,7 +29,7 @@ class FalconArgs(LayerNormArgs):
     bias: bool = False
 
     gate: ClassVar = False
-    exact_gelu: ClassVar = True
+    activation: ClassVar = "gelu"
     may_be_zero: ClassVar = ("norms",)
 
     def __post_init__(self) -> None:

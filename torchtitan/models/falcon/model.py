@@ -1,14 +1,10 @@
-"""Falcon of 2023 and 2024: the model and its names in the Hugging Face format.
-
-There queries, keys and values are one matrix: in each group, the heads of queries before the head of keys and that of
-values that serves them.
-"""
+"""Falcon of 2023 and 2024: the model and its names in the Hugging Face format."""
 
 from dataclasses import replace
 from typing import Any
 
 from torchtitan.models.falcon import CONFIG
-from torchtitan.models.gated import GatedDecoder, gated_spec, tensor_map
+from torchtitan.models.gated import GatedDecoder, gated_spec, joined_map
 from torchtitan.models.hf.names import TensorMap
 from torchtitan.models.sizes import QKV
 
@@ -28,8 +24,7 @@ ENDS = {"tok_embeddings.weight": "transformer.word_embeddings.weight", "norm.wei
 
 
 def falcon_map(args: Any) -> TensorMap:
-    names = tensor_map(args, NAMES | (TWO_NORMS if args.norms == 2 else {}), ends=ENDS)
-    return replace(names, layers="transformer.h.", groups=args.n_kv_heads, _ours={})
+    return joined_map(args, NAMES | (TWO_NORMS if args.norms == 2 else {}), ENDS, "transformer.h.")
 
 
 SPEC = gated_spec(Falcon, CONFIG)

@@ -8,27 +8,24 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchtitan.core.errors import JobError
+from torchtitan.models import gemma
 from torchtitan.models.family import ConfigConverter, Family
+from torchtitan.models.gemma import GELU, GemmaArgs
 from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_number, read_window
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.hf.layer_kinds import every_nth, read_interval
-from torchtitan.models.sizes import GatedArgs, check_not_negative, check_positive, check_whole_heads
+from torchtitan.models.sizes import check_not_negative, check_positive, check_whole_heads
 
 
 @dataclass(frozen=True, kw_only=True)
-class GemmaArgs(GatedArgs):
+class WindowedGemmaArgs(GemmaArgs):
     """Sizes of Gemma 2 and 3. The last of each `global_interval` layers has no window."""
 
-    head_dim: int = 256
-    norm_eps: float = 1e-6
     sliding_window: int  # number of tokens that a token of a layer with a window attends to, with itself
     global_interval: int
     query_scalar: int = 256  # scores are divided by its square root
-    tied_embeddings: bool = True
 
     norm_order: ClassVar = "sandwich"
-    zero_centered: ClassVar = True
-    gelu: ClassVar = True
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -36,16 +33,12 @@ class GemmaArgs(GatedArgs):
         check_whole_heads(self)  # transformers' config demands it
 
     @property
-    def embedding_multiplier(self) -> float:
-        return self.dim**0.5
-
-    @property
     def query_scale(self) -> float:
         return (self.head_dim / self.query_scalar) ** 0.5
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma2Args(GemmaArgs):
+class Gemma2Args(WindowedGemmaArgs):
     """Sizes of Gemma 2."""
 
     vocab_size: int = 256000
@@ -62,8 +55,7 @@ class Gemma2Args(GemmaArgs):
         check_not_negative(self, "score_cap", "logit_cap")
 
 
-DEBUG: dict[str, Any] = dict(dim=256, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=768, vocab_size=2048)
-DEBUG |= dict(sliding_window=64, query_scalar=64)
+DEBUG = gemma.DEBUG | dict(sliding_window=64, query_scalar=64)
 GEMMA2 = {
     "debugmodel": Gemma2Args(**DEBUG),
     "2B": Gemma2Args(dim=2304, n_layers=26, n_heads=8, n_kv_heads=4, ffn_dim=9216),
@@ -74,12 +66,12 @@ CAPS = {"score_cap": ("attn_logit_softcapping", 50.0), "logit_cap": ("final_logi
 """Names of the caps, here and in config.json, and transformers' values where it leaves them out."""
 
 
-def gemma_config(args: GemmaArgs, dtype: Any) -> dict[str, Any]:
+def gemma_config(args: WindowedGemmaArgs, dtype: Any) -> dict[str, Any]:
     """Return the fields that `gemma_sizes` reads."""
     config = gated_config(args, dtype)
     del config["hidden_act"]
     return config | {
-        "hidden_activation": "gelu_pytorch_tanh",
+        "hidden_activation": GELU,
         "layer_types": every_nth(args.n_layers, args.global_interval),
         "query_pre_attn_scalar": args.query_scalar,
         "sliding_window": args.sliding_window,
@@ -89,12 +81,12 @@ def gemma_config(args: GemmaArgs, dtype: Any) -> dict[str, Any]:
 def gemma_sizes(
     config: Mapping[str, Any], max_seq_len: int, interval_key: str, interval: int, theta: float = 10000.0
 ) -> dict[str, Any]:
-    """Return the arguments of `GemmaArgs`.
+    """Return the arguments of `WindowedGemmaArgs`.
 
     `max_seq_len`, `interval` and `theta` are transformers' defaults for absent keys, and `interval_key` is that of
     the interval of layers without a window, if there is one beside `layer_types`.
     """
-    only = {"hidden_activation": "gelu_pytorch_tanh", "attention_bias": False, "use_bidirectional_attention": False}
+    only = {"hidden_activation": GELU, "attention_bias": False, "use_bidirectional_attention": False}
     check_supported(config, only, nullable=("use_bidirectional_attention",))
     sizes = gated_sizes(config, max_seq_len, head_dim=256, theta=theta)
     return sizes | {
@@ -128,7 +120,7 @@ def _from_hf(config: Mapping[str, Any]) -> Gemma2Args:
 
 USED = DECODER_KEYS - {"hidden_act"} | {"head_dim", "hidden_activation", "layer_types", "query_pre_attn_scalar"}
 USED |= {"sliding_window", "use_bidirectional_attention", *(key for key, _ in CAPS.values())}
-DEFAULTS = {"hidden_act": "gelu_pytorch_tanh"}
+DEFAULTS = {"hidden_act": GELU}
 KEYS = config_keys(USED | {"sliding_window_size"}, defaults=DEFAULTS)
 CONFIG = ConfigConverter(model_types=("gemma2",), to_hf=_to_hf, from_hf=_from_hf, keys=KEYS)
 

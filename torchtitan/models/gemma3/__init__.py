@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import agreed_value
 from torchtitan.models.family import ConfigConverter, Family
-from torchtitan.models.gemma2 import CAPS, DEBUG, DEFAULTS, USED, GemmaArgs, gemma_config, gemma_sizes
+from torchtitan.models.gemma2 import CAPS, DEBUG, DEFAULTS, USED, WindowedGemmaArgs, gemma_config, gemma_sizes
 from torchtitan.models.hf.config import check_supported, read_number, rope_config
 from torchtitan.models.hf.config_keys import config_keys
 from torchtitan.models.hf.layer_kinds import FULL, SLIDING, rope_of_kind
@@ -18,7 +18,7 @@ from torchtitan.models.sizes import Rope, RopeScaling
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma3Args(GemmaArgs):
+class Gemma3Args(WindowedGemmaArgs):
     """Sizes of Gemma 3. `rope_theta` and `rope_scaling` are those of the global layers."""
 
     vocab_size: int = 262208

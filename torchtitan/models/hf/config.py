@@ -60,6 +60,7 @@ RANGES = {
     "attention_multiplier": (1e-6, 1e3),
     "residual_multiplier": (1e-6, 1e3),
     "logits_divisor": (1e-6, 1e6),
+    "logit_scale": (1e-6, 1e6),
     "swiglu_limit": (1e-3, 1e6),
     "swiglu_alpha": (1e-3, 1e3),
     "score_cap": (0.0, 1e6),

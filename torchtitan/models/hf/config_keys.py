@@ -3,7 +3,7 @@
 A key is used by the family's reader, has no effect, or is refused by name (core/files.py).
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from typing import Any
 
 from torchtitan.core.files import DeclaredKeys
@@ -63,6 +63,11 @@ def config_keys(
         defaults=DEFAULTS | (defaults or {}),
         read_when_private=frozenset([private]) - {""},
     )
+
+
+def of_family(fields: Mapping[str, Any], used: Collection[str]) -> dict[str, Any]:
+    """Return the fields of a config.json without those of other families: keys of decoders that are not in `used`."""
+    return {key: value for key, value in fields.items() if key in used or key not in DECODER_KEYS | {"head_dim"}}
 
 
 _DECODING = ("max_time", "min_new_tokens", "top_h", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "constraints")

@@ -252,6 +252,7 @@ def _write_values(path: Path, header: bytes, tensor_map: TensorMap, values: Iter
 SOURCE_ONLY_FIELDS = ("quantization_config", "auto_map", "transformers_version", "_name_or_path", "dtype", OUTSIDE)
 """Fields that describe the source's files (8 bits, code, author, other parts) and do not apply to the written ones."""
 ROTARY_FIELDS = ("rope_theta", "rope_scaling", "rope_local_base_freq", "rope_parameters", "partial_rotary_factor")
+ROTARY_FIELDS += ("rotary_emb_base", "rotary_pct")
 """Fields of rotary positions: `ConfigConverter.to_hf` writes some of them, which replace all of the source's."""
 REWRITTEN_FIELDS = ("torch_dtype", "num_nextn_predict_layers", "tie_word_embeddings", *ROTARY_FIELDS)
 """Fields that `ConfigConverter.to_hf` always rewrites: in a spelling for older programs, if there is one, the number of

@@ -27,6 +27,7 @@ class PhiArgs(LayerNormArgs):
     mlp_bias: ClassVar = True
     head_bias: ClassVar = True
     gate: ClassVar = False
+    activation: ClassVar = "gelu_tanh"
     norm_order: ClassVar = "shared"
     may_be_zero: ClassVar = ("residual_dropout",)
 

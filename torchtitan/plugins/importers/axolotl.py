@@ -45,13 +45,17 @@ MODEL_TYPES = {"distill-qwen": "qwen2", "distill-llama": "llama", "qwen1.5-moe":
 MODEL_TYPES |= {"qwen2-57b-a14b": "qwen2_moe", "qwen3-30b-a3b": "qwen3_moe", "qwen3-235b-a22b": "qwen3_moe"}
 MODEL_TYPES |= {f"qwen3.{n}-{size}": "qwen3_5_moe_text" for n in (5, 6) for size in ("35b-a", "122b-a", "397b-a")}
 MODEL_TYPES |= {"qwen3-next": "qwen3_next", "qwen3.5": "qwen3_5_text", "qwen3.6": "qwen3_5_text"}
-MODEL_TYPES |= {"gemma-3n": "gemma3n_text"}
+MODEL_TYPES |= {"gemma-3n": "gemma3n_text", "gemma-4": "gemma4_text", "medgemma": "gemma3_text", "trinity": "afmoe"}
 MODEL_TYPES |= {"-vision": "mllama", "qwen3-vl-30b-a3b": "qwen3_vl_moe", "qwen3-vl-235b-a22b": "qwen3_vl_moe"}
 MODEL_TYPES |= {"llava-v1.6-mistral": "mistral", "llava-1.5": "llama", "pixtral": "mistral", "magistral": "mistral"}
 MODEL_TYPES |= {"smolvlm": "llama", "voxtral": "llama", "falcon-h1": "falcon_h1"}
 MODEL_TYPES |= {"phi-4": "phi3", "llama-4": "llama4_text", "glm-4.5": "glm4_moe", "glm-4.6": "glm4_moe"}
 MODEL_TYPES |= {"glm-4.7-flash": "glm4_moe_lite", "glm-4.7": "glm4_moe", "falcon3": "llama"}
-MODEL_TYPES |= {"falcon-mamba": "falcon_mamba"}
+MODEL_TYPES |= {"falcon-mamba": "falcon_mamba", "pythia": "gpt_neox", "redpajama-incite": "gpt_neox"}
+MODEL_TYPES |= {"command-r7b": "cohere2", "command-a": "cohere2", "llama-3.1-minitron": "llama"}
+MODEL_TYPES |= {"mistral-nemo-minitron": "mistral", "minitron": "nemotron", "nemotron-mini": "nemotron"}
+MODEL_TYPES |= {"llama-3.1-nemotron-nano": "llama", "nemotron-4": "nemotron", "-nemotron": "nemotron_h"}
+MODEL_TYPES |= {"hunyuan-a13b": "hunyuan_v1_moe", "hunyuan-": "hunyuan_v1_dense"}
 """Parts of the name of a folder that is not on this machine, and the model type that the first of them indicates.
 
 Without one of them it is the longest model type of the families here that the name contains. DeepSeek's distilled
