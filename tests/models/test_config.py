@@ -167,6 +167,11 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         + ("moe_intermediate_size", "num_experts", "num_experts_per_tok"),
         (),
     ),
+    "nemotron_h": (
+        (DECODER[0], "layer_norm_epsilon", DECODER[2], "head_dim", "mamba_num_heads", "ssm_state_size", "time_step_min")
+        + ("n_routed_experts", "routed_scaling_factor", "moe_shared_expert_intermediate_size"),
+        (),
+    ),
     "olmo2": ((*DECODER, "head_dim"), DECODER[:1]),
     "olmo3": ((*DECODER[:-1], "head_dim", "sliding_window"), DECODER[:1]),
     "phi3": ((*DECODER, "head_dim", "sliding_window"), ("num_key_value_heads", "sliding_window")),

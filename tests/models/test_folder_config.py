@@ -138,6 +138,13 @@ PUBLISHED = {
     "granitemoehybrid": {"attention_dropout": 0.0, "init_method": "mup", "normalization_function": "rmsnorm"}
     | {"mamba_chunk_size": 256, "position_embedding_type": "nope", "rope_scaling": None, "output_router_logits": False}
     | {"time_step_limit": [0.0, float("inf")]},
+    # NVIDIA-Nemotron-3-Nano-30B-A3B-BF16
+    "nemotron_h": {"attention_bias": False, "attention_dropout": 0.0, "chunk_size": 128, "expand": 2}
+    | {"hidden_dropout": 0.0, "mamba_hidden_act": "silu", "mamba_proj_bias": False, "mamba_ssm_cache_dtype": "float32"}
+    | {"mlp_hidden_act": "relu2", "n_shared_experts": 1, "norm_eps": 1e-05, "num_logits_to_keep": 1, "rope_theta": 1e4}
+    | {"partial_rotary_factor": 1.0, "rescale_prenorm_residual": True, "residual_in_fp32": False, "use_cache": True}
+    | {"sliding_window": None, "time_step_floor": 0.0001, "time_step_max": 0.1, "use_mamba_kernels": True}
+    | {"time_step_limit": [0.0, float("inf")], "intermediate_size": 1856},
     # LFM2-1.2B and LFM2-8B-A1B
     "lfm2": {"block_dim": 32, "block_ff_dim": 48, "block_ffn_dim_multiplier": 1.0, "block_mlp_init_scale": 1.0}
     | {"block_multiple_of": 256, "block_norm_eps": 1e-05, "block_out_init_scale": 1.0, "block_use_swiglu": True}

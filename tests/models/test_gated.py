@@ -114,7 +114,8 @@ def test_factors_of_low_rank_adapters_are_trained(shape):
         torch.nn.init.normal_(parameter, std=0.1)  # more would be clamped in gpt-oss, or capped in Gemma 2
     model(torch.arange(12)[None]).square().sum().backward()
     linear_layers = [name for layer in range(args.n_layers) for name in args.block_linears(layer)]
-    assert len(trained) == sum(6 if name == STACK else 2 for name in linear_layers)  # experts have three matrices
+    of_experts = 6 if getattr(args, "gated_experts", True) else 4  # they have three matrices or two
+    assert len(trained) == sum(of_experts if name == STACK else 2 for name in linear_layers)
     assert all(p.grad.any() for p in trained.values())
 
 
@@ -173,6 +174,8 @@ def test_dropout_of_residuals_is_where_transformers_has_it(monkeypatch):
         ("lfm2", {"conv_taps": 0}, "conv_taps = 0: must be at least 1"),
         ("lfm2", {"layer_pattern": "M"}, "layer_pattern = 'M': must be one or more of the letters . C, one for each"),
         ("arcee", {"n_heads": 6}, "dim = 32 with n_heads = 6: dim must be a multiple of n_heads"),
+        ("nemotron_h", {"min_step": -0.1}, "min_step = -0.1: must not be negative"),
+        ("nemotron_h", {"layer_pattern": "M-"}, "layer_pattern = 'M-': must be one or more of the letters . M E"),
         ("gemma2", {"sliding_window": 0}, "sliding_window = 0: must be at least 1"),
         ("gemma2", {"query_scalar": 0}, "query_scalar = 0: must be at least 1"),
         ("gemma2", {"score_cap": -1.0}, "score_cap = -1.0: must not be negative"),
@@ -366,6 +369,21 @@ LONG = {"type": "longrope", "short_factor": [1.0, 1.0, 2.0, 3.0], "long_factor":
         ("gemma", {"use_bidirectional_attention": True}, "use_bidirectional_attention = True, but this model"),
         ("gemma", {"num_key_value_heads": None}, "num_key_value_heads = None; allowed: a whole number"),
         ("arcee", {"hidden_act": "silu"}, "hidden_act = 'silu', but this model only has 'relu2'"),
+        ("nemotron_h", {"layers_block_type": ["x"] * 5}, "layers_block_type = .*; allowed: 5 entries, each one of"),
+        ("nemotron_h", {"layers_block_type": None}, "layers_block_type = None; allowed: 0 entries"),
+        ("nemotron_h", {"layer_types": None}, "layer_types = None; allowed: 0 entries"),
+        ("nemotron_h", {"layer_types": ["moe"] * 5}, "the kinds of layers: layers_block_type is 'ME.EM', but layer_ty"),
+        ("nemotron_h", {"layers_block_type": []}, "num_hidden_layers = None, but 0 layers have a kind"),
+        ("nemotron_h", {"hybrid_override_pattern": "ME*E"}, "the kinds of layers: hybrid_override_pattern is 'ME.E'"),
+        ("nemotron_h", {"hybrid_override_pattern": "ME+EM"}, "hybrid_override_pattern = 'ME.EM'; allowed: a text of"),
+        ("nemotron_h", {"num_hidden_layers": 4}, "num_hidden_layers = 4, but 5 layers have a kind"),
+        ("nemotron_h", {"layers_block_type": ["moe"] * 4 + ["mlp"]}, "the kinds mlp and moe; allowed: one of the two"),
+        ("nemotron_h", {"moe_shared_expert_intermediate_size": 24}, "24; allowed: a multiple of moe_intermediate_siz"),
+        ("nemotron_h", {"moe_latent_size": 8}, "moe_latent_size = 8"),
+        ("nemotron_h", {"tie_word_embeddings": True}, "tie_word_embeddings = True, but this model only has False"),
+        ("nemotron_h", {"attention_bias": True}, "attention_bias = True, but this model only has False"),
+        ("nemotron_h dense", {"mlp_hidden_act": "silu"}, "mlp_hidden_act = 'silu', but this model only has 'relu2'"),
+        ("nemotron_h dense", {"time_step_limit": [0.1, 1.0]}, r"time_step_limit = \[0.1, 1.0\], but .* allowed"),
         ("gemma2", {"attn_logit_softcapping": 0.0}, "attn_logit_softcapping = 0.0; allowed: a number above 0, or null"),
         ("gemma2", {"final_logit_softcapping": -3.0}, "final_logit_softcapping = -3.0; allowed: a number above 0"),
         (
@@ -455,6 +473,8 @@ def test_the_auxiliary_loss_of_experts_is_that_of_transformers(shape, n_layers):
         ("granite4", {"normalize_top_k": False}, "normalize_top_k = False: transformers' Granite 4 only has True"),
         ("granite4 dense", {"ssm_head_dim": 6}, "ssm_heads = 4 of ssm_head_dim = 6: .* multiple of it, here of dim"),
         ("lfm2_moe", {"n_shared_experts": 1}, "n_shared_experts = 1: transformers' LFM 2 only has 0"),
+        ("nemotron_h", {"n_shared_experts": 0}, "n_shared_experts = 0: transformers' Nemotron-H has at least 1"),
+        ("nemotron_h", {"score_before_experts": True}, "score_before_experts = True: transformers' Nemotron-H only"),
         ("mixtral", {"normalize_top_k": False}, "normalize_top_k = False: transformers' Mixtral only has True"),
         ("qwen3_5_moe", {"normalize_top_k": False}, "normalize_top_k = False: transformers' Qwen 3.5 only has True"),
         ("glm4_moe_lite", {"score": "softmax"}, "score = 'softmax': transformers' GLM 4.7 Flash only has 'sigmoid'"),

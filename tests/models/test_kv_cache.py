@@ -16,6 +16,7 @@ from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.models.lfm2.model import Lfm2
 from torchtitan.models.llama.model import Llama
 from torchtitan.models.mistral.model import Mistral
+from torchtitan.models.nemotron_h.model import NemotronH
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
 from torchtitan.models.qwen3_next.model import Qwen3Next, Qwen35
 
@@ -30,6 +31,7 @@ MODELS = {
     "gemma3, windows in some layers": (Gemma3, GEMMA3["plain"]),
     "granite4, a state in most layers": (Granite4, GATED["granite4"]),
     "lfm2, convolutions in most layers": (Lfm2, GATED["lfm2"]),
+    "nemotron_h, layers without attention": (NemotronH, GATED["nemotron_h dense"]),
     "qwen3_next, a state in most layers": (Qwen3Next, GATED["qwen3_next"]),
     "qwen3_5, a state in most layers": (Qwen35, GATED["qwen3_5"]),
     "qwen3_moe": (Qwen3MoE, QWEN3_MOE["published"]),

@@ -37,6 +37,7 @@ FAMILIES = [
     "gpt2",
     "lfm2_moe",
     "mistral",
+    "nemotron_h",
     "mixtral",
     "qwen2_moe",
     "glm4_moe",

@@ -658,14 +658,14 @@ def with_states() -> list[Combination]:
 def layers_of_kinds() -> list[Combination]:
     """Rows of families in which layers with a state alternate with attention, and of their experts."""
     rows = []
-    for model in ("granite4", "lfm2", "lfm2_moe"):
+    for model in ("granite4", "lfm2", "lfm2_moe", "nemotron_h"):
         plain, exact = dict(model=model), dict(model=model, microbatch_size=1, document_mask=True)
         rows += [Combination(**LAYOUTS[name], **exact) for name in ("FSDP 2", "DDP 2")]
         rows += [Combination(**COMPOSED[name], **plain) for name in ("CP 2", "PP 2")]
         rows += [Combination(**COMPOSED["TP 2"], **exact, sequence_parallel=False, recompute="op")]
         rows += [Combination(**COMPOSED["CP 2 x TP 2"], **exact)]
         rows += [Combination(**LAYOUTS["FSDP 2"], **plain, adapter="lora", recompute="full")]
-    for model in ("granite4", "lfm2_moe"):
+    for model in ("granite4", "lfm2_moe", "nemotron_h"):
         exact = dict(model=model, microbatch_size=1, document_mask=True)
         rows += [Combination(**EXPERT_LAYOUTS[name], **exact) for name in ("FSDP 2", "CP 2", "TP 2")]
     return rows

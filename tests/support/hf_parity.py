@@ -39,6 +39,7 @@ MEMORY_NAMES = {
     "GPTNeoXArgs": {"^embed_out": "lm_head"},
     "MixtralArgs": {"block_sparse_moe": "mlp"} | _BY_LETTER,
     "Lfm2MoEArgs": {rf"(experts\.\d+){key}": rf"\1{name}" for key, name in _BY_LETTER.items()},
+    **dict.fromkeys(("NemotronHArgs", "NemotronHMoEArgs"), {"^backbone": "model"}),
     "Granite4MoEArgs": {
         "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
         "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
@@ -55,8 +56,9 @@ def to_memory_names(state, args):
     tensors = {name: value for name, value in state.items() if not re.search(r"\.experts\.\d", name)}
     for stack in sorted({name.split(".experts.")[0] + ".experts" for name in state.keys() - tensors.keys()}):
         experts = [f"{stack}.{expert}" for expert in range(args.n_experts)]
-        gates = [torch.cat([state[f"{e}.gate_proj.weight"], state[f"{e}.up_proj.weight"]]) for e in experts]
-        tensors[f"{stack}.gate_up_proj"] = torch.stack(gates)
+        first = ("gate_proj", "up_proj") if args.gated_experts else ("up_proj",)
+        gates = [torch.cat([state[f"{e}.{name}.weight"] for name in first]) for e in experts]
+        tensors[f"{stack}.{'gate_' * args.gated_experts}up_proj"] = torch.stack(gates)
         tensors[f"{stack}.down_proj"] = torch.stack([state[f"{e}.down_proj.weight"] for e in experts])
     return tensors
 

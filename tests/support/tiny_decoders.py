@@ -23,6 +23,7 @@ from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.mistral import MistralArgs
 from torchtitan.models.mixtral import MixtralArgs
 from torchtitan.models.nemotron import NemotronArgs
+from torchtitan.models.nemotron_h import NemotronHArgs, NemotronHMoEArgs
 from torchtitan.models.olmo import OlmoArgs
 from torchtitan.models.opt import OPTArgs
 from torchtitan.models.phi import PhiArgs
@@ -349,6 +350,14 @@ GATED = {
     "granite4 dense": Granite4Args(
         **_GATED | _GRANITE4 | dict(n_layers=3, layer_pattern="*M", ssm_head_dim=16, conv_taps=3, conv_bias=False),
         **dict(rotary=True, tied_embeddings=True, attention_bias=True, ssm_bias=True, ssm_out_bias=True),
+    ),
+    "nemotron_h": NemotronHMoEArgs(
+        **{name: size for name, size in (_TINY_EXPERTS | _MIXER).items() if name != "rope_theta"}
+        | dict(n_layers=5, layer_pattern="ME*EM", min_step=0.5, ssm_head_dim=6),
+        **dict(route_scale=2.5, normalize_top_k=True, n_groups=2, top_groups=1, group_score="top2"),
+    ),
+    "nemotron_h dense": NemotronHArgs(
+        **_GATED | _MIXER | dict(n_layers=4, layer_pattern="-M*-", mlp_bias=True, ssm_bias=True, ssm_out_bias=True)
     ),
     "lfm2": Lfm2Args(**_GATED | dict(n_layers=3), layer_pattern="CC*", rope_theta=5000.0),
     "lfm2 biased": Lfm2Args(

@@ -165,11 +165,13 @@ class LowRankLinear(nn.Linear):
 class LowRankExperts(Experts):
     """Experts with low-rank pairs for each of their matrices: `lora_A_w1`, `lora_B_w1` and so on."""
 
-    mergeable = MATRICES
+    @property
+    def mergeable(self) -> tuple[str, ...]:
+        return tuple(name for name in MATRICES if getattr(self, name) is not None)
 
     def add_low_rank_parameters(self, settings: LoRASettings) -> None:
         self.settings = settings
-        for name in MATRICES:
+        for name in self.mergeable:
             matrix = getattr(self, name).detach()
             experts, inputs, outputs = matrix.shape
             self.register_parameter(f"lora_A_{name}", nn.Parameter(matrix.new_empty(experts, inputs, settings.rank)))

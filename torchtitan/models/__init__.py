@@ -37,6 +37,7 @@ from torchtitan.models.llama import LLAMAS
 from torchtitan.models.mistral import FAMILY as MISTRAL
 from torchtitan.models.mixtral import FAMILY as MIXTRAL
 from torchtitan.models.nemotron import FAMILY as NEMOTRON
+from torchtitan.models.nemotron_h import FAMILY as NEMOTRON_H
 from torchtitan.models.olmo import OLMOS
 from torchtitan.models.opt import FAMILY as OPT
 from torchtitan.models.phi import FAMILY as PHI
@@ -75,6 +76,7 @@ FAMILIES: dict[str, Family] = {
     "mistral": MISTRAL,
     "mixtral": MIXTRAL,
     "nemotron": NEMOTRON,
+    "nemotron_h": NEMOTRON_H,
     **OLMOS,
     "opt": OPT,
     "phi": PHI,

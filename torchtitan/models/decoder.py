@@ -251,7 +251,8 @@ class Decoder(nn.Module):
     """A decoder model. The trainer attaches `loss`, an objective (hidden, head, batch) -> scalar.
 
     `attention`: the kind of all layers, or a list with the kind of each layer, where equal layers share an
-    object. `block(layer, kernel)` makes a layer, which must keep the kernel in `attention.kernel`. causal=False: tokens
+    object. `block(layer, kernel)` makes a layer, which must keep the kernel in `attention.kernel`, where
+    `attention` is None if tokens exchange nothing in it. causal=False: tokens
     attend to their full document. `attention_dropout`: dropout probability of attention probabilities. `score_cap`: the
     cap of a CappedKernel; 0 for none. `norm`: the final norm, by default RMSNorm; nn.Identity() if the last block ends
     with a norm. `head`: computes logits from the output of `norm`; by default a linear layer over the vocabulary
@@ -458,7 +459,8 @@ class Decoder(nn.Module):
         """Replace the attention kernel of all blocks of each kind, in the order of `kernels` (see AttentionKernel)."""
         self.kernels = nn.ModuleList(kernels)
         for layer, block in self.layers.items():
-            block.attention.kernel = self.kernels[self.kind_index(int(layer))]
+            if block.attention is not None:
+                block.attention.kernel = self.kernels[self.kind_index(int(layer))]
 
     def tie_weights(self) -> None:
         if self.args.tied_embeddings and self.tok_embeddings is not None and self.output is not None:

@@ -115,12 +115,14 @@ class CachedDecoder:
     def __init__(self, model: Decoder):
         self.model = model
         base_kernels = [kernel.with_backend("sdpa") for kernel in model.kernels]
-        kinds = [model.kind_index(int(layer)) for layer in model.layers]
+        attending = {layer: block.attention for layer, block in model.layers.items() if block.attention is not None}
+        kinds = [model.kind_index(int(layer)) for layer in attending]
         self.kernels = [replace_parts(base_kernels[kind], _caching) for kind in kinds]
         # all layers of a kind cache the same tokens, so the mask of the first holds for every one
-        model.set_attention_kernels(self.kernels[kinds.index(kind)] for kind in range(len(base_kernels)))
-        for block, kernel in zip(model.layers.values(), self.kernels, strict=True):
-            block.attention.kernel = kernel
+        first = dict(zip(reversed(kinds), reversed(self.kernels), strict=True))
+        model.set_attention_kernels(first.get(kind, kernel) for kind, kernel in enumerate(base_kernels))
+        for attention, kernel in zip(attending.values(), self.kernels, strict=True):
+            attention.kernel = kernel
         self.cached_ids: torch.Tensor | None = None  # [1, S]
 
     def parameters(self) -> Iterator[nn.Parameter]:

@@ -207,12 +207,13 @@ class CausalConvolution(nn.Module):
 class Decay(nn.Module):
     """The log decay of each value head's state and the step that it follows from, at least in float32.
 
-    The step is softplus(a + step_bias), the log decay -exp(log_rate) times it (arXiv:2405.21060, section 7).
+    The step is softplus(a + step_bias), at least `min_step`, the log decay -exp(log_rate) times it (arXiv:2405.21060,
+    section 7).
     """
 
-    def __init__(self, heads: int):
+    def __init__(self, heads: int, min_step: float = 0.0):
         super().__init__()
-        self.out_features = heads
+        self.out_features, self.min_step = heads, min_step
         self.log_rate, self.step_bias = (nn.Parameter(torch.empty(heads)) for _ in range(2))
 
     def tensor_placements(self, role: str, default: Placement) -> dict[str, tuple[Placement, Placement]]:
@@ -223,6 +224,7 @@ class Decay(nn.Module):
         a = a.to(torch.promote_types(a.dtype, torch.float32))
         # softplus, of which the compiler would mistake the strides of the gradient (torch 2.13, aot_eager)
         step = torch.logaddexp(a + self.step_bias.to(a.dtype), a.new_zeros(()))
+        step = step.clamp(min=self.min_step) if self.min_step else step
         return -self.log_rate.to(a.dtype).exp() * step, step
 
 

@@ -157,8 +157,9 @@ def parameters(args: Any) -> list[str]:
     names: list[str] = []
     if not hasattr(args, "block_others"):
         return names
+    matrices = (1, 2, 3) if getattr(args, "gated_experts", True) else (1, 2)
     for name in linears(args):
-        names += [f"{name}.w{i}" for i in (1, 2, 3)] if name.endswith(STACK) else [f"{name}.weight"]
+        names += [f"{name}.w{i}" for i in matrices] if name.endswith(STACK) else [f"{name}.weight"]
     for layer in range(args.n_layers + getattr(args, "n_mtp_layers", 0)):
         names += [f"layers.{layer}.{name}" for name in args.block_others(layer)]
     return [*names, *args.end_others]

@@ -35,6 +35,7 @@ class Mamba2Args(GatedDecoderSizes):
     conv_taps: int = 4  # tokens that the mixer's convolution sees
     conv_bias: bool = True
 
+    min_step = 0.0  # a smaller step is this one
     ssm_in_multiplier = 1.0
     ssm_z_multiplier = 1.0  # of the gates
     ssm_x_multiplier = 1.0  # of the values

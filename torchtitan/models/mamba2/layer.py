@@ -58,7 +58,7 @@ class Mamba2Mixer(nn.Module):
             self.add_module(name.rpartition(".")[2], nn.Linear(inputs, outputs, bias=name in args.biases))
         widths = (args.ssm_widths[part] for part in "xbc")
         self.conv_x, self.conv_b, self.conv_c = (CausalConvolution(w, args.conv_taps, args.conv_bias) for w in widths)
-        self.decay, self.skip = Decay(args.ssm_heads), HeadScale(args.ssm_heads)
+        self.decay, self.skip = Decay(args.ssm_heads, args.min_step), HeadScale(args.ssm_heads)
         norm = GroupedRMSNorm(args.ssm_widths["x"], args.norm_eps, args.ssm_groups) if args.ssm_norm else None
         self.ssm_norm = norm
 

@@ -23,6 +23,7 @@ from torchtitan.models.sizes import (
     check_not_negative,
     check_positive,
     gated,
+    ungated,
 )
 
 ROUTER = "moe.router.gate.weight"
@@ -59,6 +60,8 @@ class MoEArgs:
     """True if the output of shared experts is multiplied by the sigmoid of a number for each token."""
     moe_biases: ClassVar = False
     """True if the router and each matrix of an expert have a bias."""
+    gated_experts: ClassVar = True
+    """False if experts have two matrices, and the square of relu between them."""
     stacked_in_folders: ClassVar = False
     """True if Hugging Face stacks the matrices of experts, for which peft's layout has no pairs."""
     weight_eps: ClassVar = 1e-20
@@ -94,7 +97,7 @@ class MoEArgs:
 
     @property
     def expert_parameters(self) -> int:
-        return 3 * self.dim * self.expert_dim
+        return (3 if self.gated_experts else 2) * self.dim * self.expert_dim
 
     @property
     def aux_loss_factor(self) -> float:
@@ -103,7 +106,8 @@ class MoEArgs:
 
     @property
     def moe_linears(self) -> Sizes:
-        shared = gated("moe.shared_experts", self.dim, self.n_shared_experts * self.expert_dim)
+        width = self.n_shared_experts * self.expert_dim
+        shared = (gated if self.gated_experts else ungated)("moe.shared_experts", self.dim, width)
         return {STACK: (self.expert_dim, self.dim)} | (shared if self.n_shared_experts else {})
 
     @property

@@ -20,7 +20,7 @@ from torch import nn
 from torch.utils.flop_counter import register_flop_formula
 
 from torchtitan.models.decoder import ResidualBlock
-from torchtitan.models.layers import SwiGLU, autocast_dtype, autocast_off
+from torchtitan.models.layers import MLP, SwiGLU, autocast_dtype, autocast_off, squared_relu
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.moe.router import Gate, Router, count
 from torchtitan.parallelisms.steps import Notes, RoutedExperts, Segment, Stepwise
@@ -35,6 +35,14 @@ class Gated(nn.Module):
     def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """[R, F], [R, F] -> [R, F]"""
         return F.silu(gate) * up
+
+
+class SquaredReLU(nn.Module):
+    """The square of relu (arXiv:2109.08668), between the two matrices of an expert without a gate."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., F] -> [..., F]"""
+        return squared_relu(x)
 
 
 class ClampedGated(nn.Module):
@@ -53,15 +61,18 @@ class ClampedGated(nn.Module):
 class Experts(nn.Module):
     """Feed-forwards w2[e] (silu(w1[e] x) * w3[e] x) of all experts e.
 
-    With `biases` each product adds w1_bias[e] and so on. `gated`: the activation between them in place of the above.
+    With `biases` each product adds w1_bias[e] and so on. `gated`: the activation between them in place of the above; if
+    it is a SquaredReLU, there is no w3.
     """
 
     def __init__(self, dim: int, hidden_dim: int, n_experts: int, biases: bool = False, gated: nn.Module | None = None):
         super().__init__()
         for name in ("w1", "w2", "w3"):
             inputs, outputs = (hidden_dim, dim) if name == "w2" else (dim, hidden_dim)
-            self.register_parameter(name, nn.Parameter(torch.empty(n_experts, inputs, outputs)))
-            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(n_experts, outputs)) if biases else None)
+            exists = name != "w3" or not isinstance(gated, SquaredReLU)
+            self.register_parameter(name, nn.Parameter(torch.empty(n_experts, inputs, outputs)) if exists else None)
+            has_bias = biases and exists
+            self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(n_experts, outputs)) if has_bias else None)
         self.gated = gated or Gated()
 
     def forward(self, xs: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
@@ -72,7 +83,8 @@ class Experts(nn.Module):
             y, bias = self.product(self, name, x, ends), getattr(self, f"{name}_bias")
             return y if bias is None else _AddBias.apply(y, bias.to(y.dtype), ends)
 
-        return product("w2", self.gated(product("w1", xs), product("w3", xs)))
+        inner = [product(name, xs) for name in ("w1", "w3") if getattr(self, name) is not None]
+        return product("w2", self.gated(*inner))
 
     @staticmethod  # `experts` may be a stand-in with a rank's weights; the compiler cannot bind methods to it
     def product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
@@ -205,11 +217,14 @@ class MoE(Stepwise):
         super().__init__()
         self.args = args
         self.router = Router(args)
-        clamped = ClampedGated(args.swiglu_limit, args.swiglu_alpha) if args.swiglu_limit else None
-        self.experts = Experts(args.dim, args.expert_dim, args.n_experts, args.moe_biases, clamped)
+        activation = ClampedGated(args.swiglu_limit, args.swiglu_alpha) if args.swiglu_limit else None
+        activation = activation if args.gated_experts else SquaredReLU()
+        self.experts = Experts(args.dim, args.expert_dim, args.n_experts, args.moe_biases, activation)
         self.shared_experts = self.shared_gate = None
         if args.n_shared_experts:
-            self.shared_experts = SwiGLU(args.dim, args.n_shared_experts * args.expert_dim)
+            width = args.n_shared_experts * args.expert_dim
+            gated = args.gated_experts
+            self.shared_experts = SwiGLU(args.dim, width) if gated else MLP(args.dim, width, SquaredReLU(), bias=False)
             self.shared_gate = Gate(args.dim, 1, bias=False) if args.shared_gate else None
 
     def steps(self) -> tuple[Segment | RoutedExperts, ...]:
@@ -288,21 +303,33 @@ class MoEBlock(ResidualBlock):
 
         The layer's first step also normalizes its input n, and its last step adds to the residual.
         """
-        first, *between, last = self.moe.steps()
+        attention = Segment("attention", self.attention_residual, ("x",), ("h",))
+        return attention, *routed_steps(self.moe, self.ffn_input, self.ffn_residual, "h")
 
-        def route(notes: Notes, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
-            n = self.ffn_input(h)
-            return n, *first.run(notes, n)
 
-        def combine(notes: Notes, h: torch.Tensor, *step_inputs: torch.Tensor) -> torch.Tensor:
-            return self.ffn_residual(h, last.run(notes, *step_inputs), notes)
+Enter = Callable[[torch.Tensor], torch.Tensor]
+Leave = Callable[[torch.Tensor, torch.Tensor, Notes], torch.Tensor]
 
-        return (
-            Segment("attention", self.attention_residual, ("x",), ("h",)),
-            first._replace(run=route, inputs=("h",), outputs=("n", *first.outputs)),
-            *(_reading(step, x="n") for step in between),
-            last._replace(run=combine, inputs=("h", *last.inputs)),
-        )
+
+def routed_steps(moe: MoE, enter: Enter, leave: Leave, source: str) -> tuple[Segment | RoutedExperts, ...]:
+    """Return the steps of a layer in a block, of a tensor h [B, S, D] that is called `source`.
+
+    `enter` makes the layer's input of h, and `leave` adds its output to h.
+    """
+    first, *between, last = moe.steps()
+
+    def route(notes: Notes, h: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        n = enter(h)
+        return n, *first.run(notes, n)
+
+    def combine(notes: Notes, h: torch.Tensor, *step_inputs: torch.Tensor) -> torch.Tensor:
+        return leave(h, last.run(notes, *step_inputs), notes)
+
+    return (
+        first._replace(run=route, inputs=(source,), outputs=("n", *first.outputs)),
+        *(_reading(step, x="n") for step in between),
+        last._replace(run=combine, inputs=(source, *last.inputs)),
+    )
 
 
 def _reading(step: Segment | RoutedExperts, x: str) -> Segment | RoutedExperts:
