@@ -302,7 +302,7 @@ def test_a_record_that_fits_two_formats_is_refused(tmp_path, suffix):
 
 
 UNCLEAR = [  # records with a column that the chosen format ignores, and the message
-    ({"text": "a: b", "chosen": "b", "rejected": "c"}, "'chosen' and 'rejected'; learn it with task.kind dpo, ipo or"),
+    ({"text": "a: b", "chosen": "b", "rejected": "c"}, "'chosen' and 'rejected'; learn it by task.kind dpo, orpo or"),
     (
         {"instruction": "a", "output": "b", "system": "Be kind."},
         r"'system', which the .*training.fields = { system = \"system\" }$",

@@ -27,6 +27,7 @@ SAVED, LAST = 2, 4
 ASKED = dict(task__kind="sft", training__seq_len=192)
 SEEN_BY_ALL = "{dim=32, n_layers=1, n_heads=4, ffn_dim=32, vocab_size=2048, max_seq_len=64}"
 CLASSES = SEEN_BY_ALL.replace("}", ", n_classes=2}")
+ONE_REWARD = "{dim=32, n_layers=4, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=16, n_classes=1}"
 ROBERTA = dict(model__name="roberta", model__tokenizer_path="debug", training__seq_len=64)
 WORDS = ROBERTA | dict(model__overrides=SEEN_BY_ALL, task__mask_token="<|reserved_special_token_0|>")
 OF_CLASSES = ROBERTA | dict(model__overrides=CLASSES, task__kind="seq_cls")
@@ -49,6 +50,7 @@ TASKS = {
     "dpo": ("pairs.jsonl", {}),
     "ipo": ("pairs.jsonl", {}),
     "orpo": ("pairs.jsonl", {}),
+    "reward": ("pairs.jsonl", dict(model__overrides=ONE_REWARD)),
 }
 """Task -> its records and further options."""
 

@@ -245,7 +245,7 @@ def test_forms_of_text_and_records_that_are_no_pair(tmp_path):
     ):
         with pytest.raises(DataError, match=message):
             RecordReader().document(record, "a:1", "1")
-    with pytest.raises(DataError, match="a pair of answers, which only task.kind dpo, ipo and orpo learn"):
+    with pytest.raises(DataError, match="a pair of answers, which task.kind dpo, ipo, orpo and reward learn"):
         encode(BYTES, document)
     with pytest.raises(DataError, match="rows.jsonl:1: no pair of answers; give records with chosen and rejected"):
         shards_of(tmp_path, [{"prompt": "q", "completion": "a"}])

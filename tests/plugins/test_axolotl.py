@@ -72,6 +72,7 @@ LORA = FULL | {"adapter": "lora", "lora_target_linear": True, "lora_r": 8, "lora
 HELD_OUT = FULL | {"val_set_size": 0.1}
 RESTARTED = {"adapter.relora.every": 150, "adapter.relora.reset": "magnitude", "adapter.relora.prune_ratio": 0.9}
 RESTARTED |= {"adapter.save": None, "adapter.last_save_in_peft": None, "optimizer.name": None}
+REWARDED = {"path": "a.jsonl", "type": "bradley_terry.chat_template"}
 DROPPED = {"path": "a.jsonl", "type": "chat_template", "drop_system_message": True}
 STREAM = FULL | {"pretraining_dataset": [{"path": "owner/text"}], "datasets": None}
 
@@ -248,6 +249,12 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
         {"adapter.relora.reset": "random", "adapter.relora.prune_ratio": 0.999},
     ),
     ({"datasets": [DROPPED, DROPPED | {"path": "b.jsonl"}]}, FULL, {"data.drop_system": True}),
+    ({"reward_model": True, "datasets": [REWARDED]}, FULL, {"task.kind": "reward", "data.deduplicate": None}),
+    (
+        {"reward_model": True, "datasets": [REWARDED], "num_labels": 1, "center_rewards_coefficient": 0.01},
+        FULL | {"min_sample_len": 9},
+        {"task.options": {"center_coefficient": 0.01}, "model.overrides": {"n_classes": 1}, "data.min_tokens": None},
+    ),
     ({"bf16": "full"}, FULL, {"training.dtype": "bfloat16"}),
     ({"bf16": "yes"}, FULL | {"bf16": None}, {"training.mixed_precision_param": "bfloat16"}),
     ({"bf16": "false"}, FULL, {"training.mixed_precision_param": "float32"}),
@@ -573,6 +580,14 @@ WRONG = [  # an option, its value, the job it is added to, and a part of the err
     ("relora_prune_method", "some", LORA, "one of magnitude, random, reset"),
     ("eval_causal_lm_metrics", ["sacrebleu"], HELD_OUT | {"do_causal_lm_eval": True}, "answers are not scored"),
     ("tokens", {"bos_token": "<end>"}, FULL | {"special_tokens": {}}, "a list of texts"),
+    ("rl", "dpo", FULL | {"datasets": [REWARDED], "reward_model": True}, "choose one"),
+    ("datasets", [REWARDED], FULL, "give reward_model: true"),
+    ("datasets", [{"path": "a", "type": "alpaca"}], FULL | {"reward_model": True}, "bradley_terry.chat_template with"),
+    ("datasets", [REWARDED | {"field": "a"}], FULL | {"reward_model": True}, "it belongs to another type"),
+    ("num_labels", 2, FULL | {"reward_model": True, "datasets": [REWARDED]}, "other heads are not trained"),
+    ("num_labels", 1, FULL, "1, with reward_model: true"),
+    ("center_rewards_coefficient", 0.1, FULL, "nothing without reward_model: true"),
+    ("center_rewards_coefficient", -0.1, FULL, "at least 0"),
     ("dataset_exact_deduplication", True, STREAM, "nothing with pretraining_dataset"),
     ("datasets", [DROPPED, {"path": "b"}], FULL, "the same for all datasets"),
     ("datasets", [DROPPED | {"type": "alpaca"}], FULL, "nothing without type: chat_template"),

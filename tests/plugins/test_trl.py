@@ -18,6 +18,7 @@ from torchtitan.plugins.importers.translation import KINDS, flag_value
 
 SFT = "trl sft --num_processes 2 --model_name_or_path llama --dataset_name owner/set"
 DPO = SFT.replace("sft", "dpo")
+REWARD = SFT.replace("sft", "reward")
 LORA = f"{SFT} --use_peft"
 HELD_OUT = f"{SFT} --eval_strategy steps"
 MIXTURE = {"datasets": [{"path": "owner/a", "name": "en"}, {"path": "json", "data_files": "b.jsonl"}]}
@@ -105,6 +106,22 @@ def test_the_defaults_are_those_of_trl():
         "optimizer.lr": 1e-6,
         "task.kind": "dpo",
     }
+    changed, _ = difference(job, import_line(REWARD))
+    assert changed == {
+        "data.packing": None,
+        "data.too_long": "drop",
+        "data.train_on": None,
+        "model.overrides": {"n_classes": 1},
+        "optimizer.lr": 1e-4,
+        "task.kind": "reward",
+    }
+
+
+def test_an_adapter_of_a_reward_model_trains_its_head():
+    job = import_line(f"{REWARD} --use_peft")
+    assert job.values["adapter.train_fully"] == ["output.weight"] and job.values["adapter.dropout"] == 0
+    notes = [" ".join(import_line(f"{REWARD} --use_peft {flags}").notes) for flags in ("", "--lora_task_type SEQ_CLS")]
+    assert ["the new head is trained; by trl only with" in text for text in notes] == [True, False]
 
 
 EXPERTS = SFT.replace("llama", "experts")
@@ -226,6 +243,9 @@ TRANSLATED = [  # flags, the line that they are added to, and the options of the
     ("--load_in_8bit", LORA, {"adapter.kind": "lora_int8", "training.dtype": "bfloat16"}),
     ("--load_in_4bit --use_bnb_nested_quant", LORA, {"adapter.kind": "qlora", "training.dtype": "bfloat16"}),
     ("--bnb_4bit_quant_type nf4 --lora_task_type CAUSAL_LM", LORA, {}),
+    ("--center_rewards_coefficient 0.01", REWARD, {"task.options": {"center_coefficient": 0.01}}),
+    ("--disable_dropout true --chat_template_path a.jinja", REWARD, {"data.chat_template": "a.jinja"}),
+    ("--lora_modules_to_save score", f"{REWARD} --use_peft --lora_task_type SEQ_CLS", {}),
     ("--loss_type ipo --beta 0.3", DPO, {"task.kind": "ipo", "dpo.beta": 0.3}),
     ("--loss_type sigmoid --loss_weights 1.0 --f_divergence_type reverse_kl --disable_dropout True", DPO, {}),
     ("--model_name_or_path gpt2 --dtype float32", DPO, {"model.overrides": {"dropout": 0.0, "attention_dropout": 0.0}}),
@@ -286,6 +306,10 @@ REFUSED = [  # flags, the line that they are added to, the key and the text of a
     ("--loss_type dft", SFT, "loss_type", "other losses are not supported"),
     ("--truncation_mode keep_end", SFT, "truncation_mode", "trl gives it up too"),
     ("--chat_template_path folder", SFT, "chat_template_path", "copy the template of that folder into one"),
+    ("--lora_task_type CAUSAL_LM", REWARD, "lora_task_type", "trl trains no head otherwise"),
+    ("--disable_dropout false", REWARD, "disable_dropout", "without dropout"),
+    ("--center_rewards_coefficient -1", REWARD, "center_rewards_coefficient", "at least 0"),
+    ("--eos_token '<|im_end|>'", REWARD, "eos_token", "write it into tokenizer_config.json"),
     ("--eos_token '<|im_end|>'", SFT, "eos_token", "write it into tokenizer_config.json"),
     ("--dtype float16", SFT, "dtype", "float16 overflows"),
     ("--dtype auto", SFT.replace("llama", "half"), "dtype", "float16 overflows"),
@@ -411,7 +435,9 @@ def test_only_mixtures_are_split():
     assert changed == {} and "no effect without datasets: test_split_size" in notes
 
 
-@pytest.mark.parametrize("line, table", [(SFT, trl.SFT), (DPO, trl.DPO)], ids=["sft", "dpo"])
+@pytest.mark.parametrize(
+    "line, table", [(SFT, trl.SFT), (DPO, trl.DPO), (REWARD, trl.REWARD)], ids=["sft", "dpo", "reward"]
+)
 def test_every_argument_is_tried_noted_or_refused_by_a_table(line, table):
     tried = {
         name for flags, before, *_ in (*TRANSLATED, *REFUSED) for name, _ in parse(split([f"{before} {flags}"])).flags

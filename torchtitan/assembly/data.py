@@ -85,13 +85,15 @@ class JobDatasets:
             return PrepareOptions()
         rows = self.task.rows_per_sample
         train_on = TrainOn(data.train_on if rows == 1 else "last_turn", data.train_on_eos)
-        room = self.data.seq_len(section) + 1
+        has_last_label = self.task.labels != "ends"
+        room = self.data.seq_len(section) + has_last_label
         max_tokens = min(room, data.max_tokens or room)
         is_given = max_tokens == data.max_tokens
         return PrepareOptions(
             *(train_on, max_tokens, is_given, data.too_long, data.max_empty_ratio, rows),
             min_tokens=data.min_tokens,
             distinct=data.deduplicate,
+            has_last_label=has_last_label,
         )
 
     # Length of the run

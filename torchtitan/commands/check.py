@@ -52,7 +52,7 @@ def end_token_line(facts: Facts) -> str:
 
     Only local files of records that are learned as a whole are looked at.
     """
-    if not facts.model.spec.whole_records or facts.model.learns_classes:
+    if not facts.model.spec.whole_records or facts.model.spec.labels != "next":
         return ""
     try:
         looked_at, trained = _count(facts)

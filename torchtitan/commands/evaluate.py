@@ -125,7 +125,10 @@ def evaluate(job: ResolvedJob, place: Path, samples: int, sizes: list[int] | Non
     """Return the metrics of the model stored in `place`."""
     config, args = job.config, job.model.args
     if getattr(args, "n_classes", 0) or not getattr(args, "causal", True):
-        raise JobError(f"{config.model.name} does not predict next tokens, as the evaluation needs; give a decoder")
+        head = "; validation of its own task measures it" if getattr(args, "n_classes", 0) else ""
+        raise JobError(
+            f"{config.model.name} does not predict next tokens, as the evaluation needs{head}; give a decoder"
+        )
     tokenizer, seq_len = job.tokenizer(), job.data.seq_len("validation")
     try:
         documents = JobDatasets(job).documents("validation")

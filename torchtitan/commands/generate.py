@@ -184,7 +184,7 @@ def require_causal_decoder(model: JobModel) -> None:
     if not getattr(args, "causal", True):
         description = "predicts masked words from both sides"
     elif getattr(args, "n_classes", 0):
-        description = f"distinguishes {args.n_classes} classes"
+        description = "gives rewards" if args.n_classes == 1 else f"distinguishes {args.n_classes} classes"
     else:
         return
     raise JobError(f"text generation needs a decoder, but this {name} {description}; give a causal language model")

@@ -115,7 +115,10 @@ class View:
         trained = [label != IGNORE for label in labels]
         lines = ["", self._paint(HEAD, f"{head}, {sum(trained)} of {len(labels)} labels trained")]
         # a token is the label of the previous or the same position, or the whole sample has one label
-        has_loss = {"next": [False, *trained[:-1]], "same": trained, "classes": [True] * len(tokens)}[self.labels]
+        always = [True] * len(tokens)
+        has_loss = {"next": [False, *trained[:-1]], "same": trained, "classes": always, "ends": trained}[
+            self.labels
+        ]
         start = 0
         for document, group in groupby(documents):
             stop = start + len(list(group))

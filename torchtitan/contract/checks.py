@@ -107,6 +107,9 @@ def batch_of(job: ResolvedJob, model: Any) -> tuple[Batch, int, Objective]:
     if job.model.spec.labels == "classes":
         labels[:, -1 if job.model.args.causal else 0] = batch["classes"]
         batch["labels"] = labels
+    elif job.model.spec.labels == "ends":
+        labels[:, -1] = 0
+        batch["labels"] = labels
     elif job.model.spec.labels == "same":
         hidden = torch.rand(labels.shape, generator=torch.Generator().manual_seed(2)) < 0.3
         batch["labels"] = torch.where(hidden & (batch["labels"] != IGNORE_INDEX), batch["tokens"], labels)

@@ -59,6 +59,7 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "next": ("llama3", _llama),
     "same": ("roberta", _classic),
     "classes": ("gpt2", _classic | dict(n_classes=4)),
+    "ends": ("gpt2", _classic | dict(n_classes=1)),
 }
 """The model for everything but families, and its sizes, by the labels of the task."""
 

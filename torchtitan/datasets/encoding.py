@@ -140,7 +140,7 @@ def encode(tokenizer: Tokenizer, document: Document, train_on: TrainOn = TRAIN_O
     the document, DataError if template and tokenizer do not match."""
     if isinstance(document.content, Pair):
         raise UnexpectedPair(
-            f"{document.location}: a pair of answers, which only task.kind dpo, ipo and orpo learn; choose one of "
+            f"{document.location}: a pair of answers, which task.kind dpo, ipo, orpo and reward learn; choose one of "
             "these, or give other data"
         )
     is_chat = isinstance(document.content, Chat)

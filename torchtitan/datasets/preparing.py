@@ -80,6 +80,7 @@ class PrepareOptions:
     all documents, so no document is too long, and documents without trained tokens are read too. `is_given`: the job
     sets `max_tokens` itself. `group_size`: documents per record (2 for a pair). All of them are kept, or none.
     `min_tokens`: the fewest tokens of a piece that is kept. `distinct`: keep only the first of equal records.
+    `has_last_label`: the last token of a sample is only a label, so that its inputs are one fewer.
     """
 
     train_on: TrainOn = TRAIN_ON_ANSWERS
@@ -90,6 +91,7 @@ class PrepareOptions:
     group_size: int = 1
     min_tokens: int | None = None
     distinct: bool = False
+    has_last_label: bool = True
 
     @property
     def fingerprint(self) -> dict[str, Any]:
@@ -131,9 +133,11 @@ class PrepareOptions:
         if self.too_long == "error" or is_chat:
             cut = f", and data.too_long = {self.too_long!r} would cut its last answer off" * (self.too_long != "error")
             alternatives = '"drop"' if is_chat else '"drop", "truncate" or "split"'
-            limit = f"a sample of training.seq_len = {max_tokens - 1} has room for {max_tokens}"
+            seq_len = max_tokens - self.has_last_label
+            limit = f"a sample of training.seq_len = {seq_len} has room for {max_tokens}"
             limit = f"data.max_tokens = {max_tokens}" if self.is_given else limit
-            remedy = f"data.max_tokens to {len(ids)} and " * self.is_given + f"training.seq_len to {len(ids) - 1}"
+            remedy = f"data.max_tokens to {len(ids)} and " * self.is_given
+            remedy += f"training.seq_len to {len(ids) - self.has_last_label}"
             raise DataError(
                 f"{document.location}: {len(ids)} tokens, but {limit}{cut}; raise {remedy}, or set data.too_long to "
                 f"{alternatives}"

@@ -141,7 +141,7 @@ class RecordReader:
         if "text" in fields:
             parts = " and ".join(map(repr, FORMATS[form].fields))
             option_hint = (
-                "learn it with task.kind dpo, ipo or orpo" if form == PAIRS else f'set training.format to "{form}"'
+                "learn it by task.kind dpo, orpo or reward" if form == PAIRS else f'set training.format to "{form}"'
             )
             remedy = f'{option_hint}, or set training.format to "completion", which trains all of the text'
             return f"has the field 'text' and, of format {form}, {parts}; {remedy}"

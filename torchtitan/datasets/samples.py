@@ -89,8 +89,8 @@ def next_token_pieces(
         yield arrays
 
 
-Labels = Literal["next", "same", "first", "last"]
-"""The label: the next token, the token itself, or the record's class at its first or last token."""
+Labels = Literal["next", "same", "first", "last", "ends"]
+"""The label: the next token, the token itself, the record's class at its first or last token, or 0 at the last."""
 Begins = tuple[np.ndarray, np.ndarray]
 
 
@@ -121,6 +121,18 @@ def class_arrays(
     labels[:] = IGNORE
     last = column - 1
     labels[row, last - positions[row, last] if first else last] = classes
+    return arrays
+
+
+def end_arrays(rows: np.ndarray, begins: Begins, vocab_size: int) -> list[np.ndarray]:
+    """Return arrays like next_token_arrays with a document mask, and 0 as the label of each row's last token alone.
+
+    A row is one record, padded on the right by at least a token.
+    """
+    arrays = next_token_arrays(rows, begins, True, vocab_size)
+    _, labels, documents, _ = arrays
+    labels[:] = IGNORE
+    labels[np.arange(len(rows)), (documents == documents[:, :1]).sum(1) - 1] = 0
     return arrays
 
 
@@ -193,6 +205,8 @@ class BatchFormat:
         else:
             if self.labels == "same":
                 arrays = masked_lm_arrays(rows, begins, self.document_mask, vocab_size, trained)
+            elif self.labels == "ends":
+                arrays = end_arrays(rows, begins, vocab_size)
             else:
                 assert self.packing is not None and trained is not None, "classes are of whole records"
                 arrays = class_arrays(rows, begins, vocab_size, trained, self.packing.pad_id, self.labels == "first")

@@ -39,7 +39,7 @@ class Preference(Objective):
         self.sums: torch.Tensor | None = None
 
     def count(self, batch: Batch) -> int:
-        return int(_counts(batch["labels"].unflatten(0, (-1, 2))).sum())
+        return int(have_labels(batch["labels"].unflatten(0, (-1, 2))).sum())
 
     def first(self, batch: Batch, rows: int) -> dict[str, torch.Tensor]:
         labels = batch["labels"].clone()
@@ -86,7 +86,7 @@ class Preference(Objective):
             return log_probs.sum()
         lengths = (labels != IGNORE_INDEX).sum(-1).clamp(min=1)  # [P, 2]
         pair_losses, gained = self.losses(log_probs, reference.to(log_probs.dtype), lengths)
-        counts = _counts(labels)
+        counts = have_labels(labels)
         if self.training:
             self._note(gained.detach(), counts)
         return pair_losses.where(counts, 0).sum()
@@ -145,6 +145,6 @@ class ORPO(Preference):
         return -means[:, 0] - self.beta * F.logsigmoid(odds[:, 0] - odds[:, 1]), means
 
 
-def _counts(labels: torch.Tensor) -> torch.Tensor:
+def have_labels(labels: torch.Tensor) -> torch.Tensor:
     """Return for each pair, labels [P, 2, S] -> bool [P], whether both answers have labels."""
     return (labels != IGNORE_INDEX).any(-1).all(-1)

@@ -2,7 +2,9 @@
 
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Option, Registry
@@ -23,8 +25,9 @@ class TaskSpec:
     """True if samples consist of whole records, which do not see each other; else text is concatenated and cut."""
     streams_documents: bool = False
     """True if each row of the batch reads a document from beginning to end, one segment a batch, then the next one."""
-    labels: Literal["next", "same", "classes"] = "next"
-    """The label of a token: the next token, itself where it was masked, or its record's class (on one token only)."""
+    labels: Literal["next", "same", "classes", "ends"] = "next"
+    """The label of a token: the next token, itself where it was masked, or its record's class (on one token only).
+    "ends": the last token of a record has label 0, all others none."""
     options_section: str = ""
     """Section of the job whose options are further arguments of the objective."""
     options: Mapping[str, Option] = field(default_factory=dict)
@@ -35,6 +38,7 @@ class TaskSpec:
         return {name: option.default for name, option in self.options.items()} | dict(options)
 
 
+Weight = Annotated[float, Field(ge=0)]
 _SUMMED = TaskSpec("torchtitan.losses.objective:SummedCrossEntropy")
 _PAIRS = TaskSpec(
     "torchtitan.losses.preference:Preference",
@@ -52,6 +56,13 @@ _built_in = {
     "dpo": _PAIRS,
     "ipo": replace(_PAIRS, objective="torchtitan.losses.preference:IPO"),
     "orpo": replace(_PAIRS, objective="torchtitan.losses.preference:ORPO"),
+    "reward": replace(
+        _PAIRS,
+        objective="torchtitan.losses.reward:Reward",
+        labels="ends",
+        options_section="",
+        options={"center_coefficient": Option(Weight, 0.0, "Weight of the squared sum of a pair's rewards.")},
+    ),
 }
 TASKS: Registry[TaskSpec] = Registry("torchtitan.tasks", _built_in, TaskSpec)
 

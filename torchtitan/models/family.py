@@ -26,8 +26,10 @@ from torchtitan.models.hf.wrappers import OUTSIDE, check_outside, text_tensors
 
 logger = logging.getLogger(__name__)
 
-NOT_IN_FORWARD = ("max_seq_len", "bias_rate", "aux_loss_weight")
-"""Shared arguments that do not affect the logits."""
+NOT_IN_FORWARD = ("max_seq_len", "bias_rate", "aux_loss_weight", "n_classes")
+"""Shared arguments that do not affect the logits, or what is below the head."""
+CLASS_KEYS = frozenset(("architectures", "id2label", "num_labels"))
+"""Keys of config.json that `read_num_classes` reads."""
 ROPE_FIELDS = ("rope_scaling", "rope_theta", "longrope")
 """Arguments that no tensor shape depends on. A job may override them when it continues from given weights."""
 
@@ -177,6 +179,8 @@ class ConfigConverter:
     def differing_fields(self, args: Any, reference_args: Any) -> list[str]:
         """Return the names of the compared fields that differ."""
         names = self.compared or [field.name for field in fields(args) if field.name not in self.not_compared]
+        if getattr(args, "n_classes", 0) or getattr(reference_args, "n_classes", 0):
+            names = [name for name in names if name != "tied_embeddings"]  # one of them may have a head of its own
         return [name for name in names if getattr(args, name) != getattr(reference_args, name)]
 
     def _read(self, folder: Path) -> Any:
@@ -185,6 +189,29 @@ class ConfigConverter:
             return self.args_from_config(read_json(folder / CONFIG) if config is None else config)
         except (TypeError, ValueError, OverflowError) as error:
             raise JobError(f"{folder / CONFIG}: {error}") from error
+
+
+def read_num_classes(config: Mapping[str, Any]) -> int:
+    """Return the number of classes of a config; 0 for a language model."""
+    kinds = config.get("architectures")
+    if not isinstance(kinds, list) or not any("SequenceClassification" in str(kind) for kind in kinds):
+        return 0
+    labels = config.get("id2label")
+    return len(labels) if isinstance(labels, Mapping) else read_number(config, "num_labels", 2)
+
+
+def label_fields(args: Any) -> dict[str, Any]:
+    """Return the fields that name the classes LABEL_0, LABEL_1, ..., as transformers does by default."""
+    names = [f"LABEL_{number}" for number in range(args.n_classes)]
+    if not names:
+        return {}
+    return {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}}
+
+
+def task_fields(name: str, args: Any) -> dict[str, Any]:
+    """Return the fields that say what the head of a causal model of transformers is; `name` is that of its classes."""
+    kind = "SequenceClassification" if args.n_classes else "CausalLM"
+    return {"architectures": [f"{name}For{kind}"]} | label_fields(args)
 
 
 @cache

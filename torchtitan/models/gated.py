@@ -28,7 +28,17 @@ from torchtitan.models.decoder import (
 )
 from torchtitan.models.family import ConfigConverter
 from torchtitan.models.flops import flops_per_token
-from torchtitan.models.hf.names import ATTENTION, ENDS, FEED_FORWARD, QK_NORMS, REORDERED, ROUTER_BIAS, TensorMap
+from torchtitan.models.hf.names import (
+    ATTENTION,
+    CLASSIFIER_HEAD,
+    ENDS,
+    FEED_FORWARD,
+    QK_NORMS,
+    REORDERED,
+    ROUTER_BIAS,
+    TensorMap,
+    is_other_head,
+)
 from torchtitan.models.layers import (
     MLP,
     GeGLU,
@@ -63,11 +73,11 @@ class GatedDecoder(Decoder):
         kinds = [kind(args.rope(layer), window, self.kernel_of(args, layer)) for layer, window in enumerate(windows)]
         final_norm = norm_of(args)(args.dim, args.norm_eps)
         kernel = dict(attention_dropout=getattr(args, "attention_dropout", 0.0), score_cap=args.score_cap)
-        head = nn.Linear(args.dim, args.vocab_size) if args.head_bias else None
+        head = nn.Linear(args.dim, args.outputs, args.head_bias)
         entrance = EmbeddingDropout(args.embedding_dropout) if hasattr(args, "embedding_dropout") else None
         ends = dict(entrance=entrance, norm=final_norm, head=head)
         super().__init__(args, kinds, block, attention_backend, **ends, **kernel)
-        if args.logit_cap:
+        if args.logit_cap and not getattr(args, "n_classes", 0):
             self.output.register_forward_hook(partial(_cap_output, args.logit_cap))
 
     def embed(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -181,6 +191,8 @@ def tensor_map(
     biased += [name for name in args.norm_widths if bias_of(name) in args.norm_widths and not name.endswith(".bias")]
     names |= {bias_of(name): bias_of(names[name]) for name in biased}
     outer_names = ENDS | ends
+    classifies = getattr(args, "n_classes", 0) > 0
+    outer_names |= {"output.weight": CLASSIFIER_HEAD} if classifies else {}
     outer_names |= {
         bias_of(name): bias_of(outer_names[name]) for name in outer_names if bias_of(name) in args.end_others
     }
@@ -200,6 +212,7 @@ def tensor_map(
         rows=rows,
         rotary_dim=args.rotary_dim,
         tied=args.tied_embeddings,
+        head=frozenset({"output.weight"}) if classifies else frozenset(),
     )
 
 
@@ -220,5 +233,6 @@ def gated_spec(
     ends: Mapping[str, str] = NO_NAMES,
 ) -> ModelSpec:
     """Return the spec of a family of gated decoders. `names` and `ends`: see tensor_map."""
-    hf = HuggingFace(build=build, tensor_map=partial(tensor_map, family_names=names, ends=ends), config=config)
+    names_of = partial(tensor_map, family_names=names, ends=ends)
+    hf = HuggingFace(build=build, tensor_map=names_of, config=config, is_ignored=is_other_head)
     return ModelSpec(build=build, plan=plan, hf=hf, flops_per_token=flops_per_token)

@@ -101,6 +101,13 @@ def check_whole_heads(args: Any) -> None:
         raise JobError(f"dim = {args.dim} with n_heads = {args.n_heads}: dim must be a multiple of n_heads")
 
 
+def untie_classes(args: Any) -> None:
+    """Untie the head of a family that may have classes, `n_classes`, if it has: its rows are no embeddings."""
+    if getattr(args, "n_classes", 0):
+        check_positive(args, "n_classes")
+        object.__setattr__(args, "tied_embeddings", False)
+
+
 def check_grouped_heads(args: Any) -> None:
     if args.num_kv_heads < 1 or args.n_heads % args.num_kv_heads:
         raise JobError(
@@ -137,7 +144,8 @@ def linears(args: Any) -> Sizes:
     sizes_by_name: Sizes = {}
     for layer in range(args.n_layers + getattr(args, "n_mtp_layers", 0)):
         sizes_by_name |= {f"layers.{layer}.{name}": sizes for name, sizes in args.block_linears(layer).items()}
-    return sizes_by_name | getattr(args, "head_linears", {HEAD: (args.vocab_size, args.dim)})
+    outputs = getattr(args, "outputs", args.vocab_size)
+    return sizes_by_name | getattr(args, "head_linears", {HEAD: (outputs, args.dim)})
 
 
 def split_side(name: str) -> int | None:
@@ -215,6 +223,11 @@ class GatedDecoderSizes:
     sinks = False  # heads have a learned score that joins their softmax
     global_interval = 0  # the last of each so many layers has no window
     window_layers = ""  # the layers with a window, as text (layer_spans); "": all, or as global_interval says
+
+    @property
+    def outputs(self) -> int:
+        """Outputs of the head: words, or classes in a family that may have some."""
+        return getattr(self, "n_classes", 0) or self.vocab_size
 
     @property
     def biases(self) -> Names:
@@ -305,7 +318,7 @@ class GatedDecoderSizes:
     def num_matmul_parameters(self) -> int:
         """Number of weights that a token is multiplied with: the layers' matrices and the output head (tied or not)."""
         blocks = (self.block_linears(layer).values() for layer in range(self.n_layers))
-        return sum(outputs * inputs for block in blocks for outputs, inputs in block) + self.dim * self.vocab_size
+        return sum(outputs * inputs for block in blocks for outputs, inputs in block) + self.dim * self.outputs
 
     @property
     def num_block_others(self) -> int:
@@ -369,6 +382,7 @@ class GatedArgs(GatedDecoderSizes):
         self.check_windows()
         check_even(self, "head_dim")
         check_grouped_heads(self)
+        untie_classes(self)
 
     @property
     def num_kv_heads(self) -> int:

@@ -97,7 +97,8 @@ def patterns_fit_the_model(facts: Facts) -> Iterator[Fault]:
 
 def new_head_is_trained(facts: Facts) -> Iterator[Fault]:
     """Require that a new classification head is trained: a frozen one would keep its initial values."""
-    if facts.model.labelled_fields is None or (trained := trained_whole(facts)) is None:
+    is_head_new = facts.model.labelled_fields is not None or facts.model.spec.labels == "ends"
+    if not is_head_new or (trained := trained_whole(facts)) is None:
         return
     key, chosen, other = trained
     heads = [name for name in linears(facts.model.args) if layer_of(name) is None]

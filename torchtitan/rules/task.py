@@ -11,6 +11,9 @@ from torchtitan.datasets.tokenizer.chat_templates import NAMED, resolve_template
 from torchtitan.losses.tasks import TASKS, mask_token
 from torchtitan.rules.facts import Facts, Rule
 
+HEADS = "train gpt2, gemma2, llama3, opt, qwen2, qwen3 or roberta"
+ONE_HEAD = "train gpt2, gemma2, llama3, opt, qwen2 or qwen3, which have such heads"
+
 
 def sequence_is_whole(facts: Facts) -> Iterator[Fault]:
     kind = facts.config.task.kind
@@ -30,12 +33,16 @@ def model_can_learn_it(facts: Facts) -> Iterator[Fault]:
     if labels == "same" and causal:
         allowed = f"pretrain for model {name}, which has causal attention"
         yield facts.fault("task.kind", allowed, "write that, or train an encoder, such as roberta")
-    if labels != "classes" and classes:
+    if labels == "ends" and (not causal or classes != 1):
+        setting, allowed = f"n_classes = {classes}", f'n_classes = 1 of a causal model with task.kind = "{kind}"'
+        remedy = "write model.overrides = {n_classes = 1}" if hasattr(args, "n_classes") else ONE_HEAD
+        yield facts.fault("model.overrides", allowed, remedy, setting)
+    if labels not in ("classes", "ends") and classes:
         setting, allowed = f"n_classes = {classes}", f'n_classes = 0 with task.kind = "{kind}"'
         yield facts.fault("model.overrides", allowed, 'leave it out, or write task.kind = "seq_cls"', setting)
     if labels == "classes" and not hasattr(args, "n_classes"):
         allowed = f'another task for model {name}, which has no classification head; "sft" can teach it class names'
-        yield facts.fault("task.kind", allowed, "train gpt2, opt or roberta")
+        yield facts.fault("task.kind", allowed, HEADS)
     elif labels == "classes" and classes < 2:
         setting, allowed = f"n_classes = {classes}", f'n_classes of at least 2 with task.kind = "{kind}"'
         number = max(len(facts.config.task.labels), 2)
@@ -192,6 +199,8 @@ def task_has_these_options(facts: Facts) -> Iterator[Fault]:
 
 
 PAIRS = ("dpo", "ipo", "orpo")
+OF_PAIRS = (*PAIRS, "reward")
+"""Tasks on pairs of answers; the first three have options in [dpo]."""
 
 
 def pairs_are_learned_as_asked(facts: Facts) -> Iterator[Fault]:
@@ -202,12 +211,15 @@ def pairs_are_learned_as_asked(facts: Facts) -> Iterator[Fault]:
             if key.startswith("dpo.") and getattr(config.dpo, key.split(".")[1]) != option.default:
                 allowed = f"{'unset' if option.default is None else option.default} with task.kind = {kind}"
                 yield facts.fault(key, allowed, 'set task.kind = "dpo", or drop it')
+    if kind not in OF_PAIRS:
         return
+    if kind == "reward" and config.data.padding == "left":
+        yield facts.fault("data.padding", "right with task.kind = reward, which reads the last token", "drop it")
     if config.data.train_on != Data().train_on:
         yield facts.fault("data.train_on", f"unset with task.kind = {kind}, which trains on last answers", "drop it")
     if config.data.too_long == "split":
         yield facts.fault("data.too_long", f"not split with task.kind = {kind}", "drop or truncate them")
-    if kind != "dpo" and config.dpo.label_smoothing:
+    if kind in PAIRS and kind != "dpo" and config.dpo.label_smoothing:
         yield facts.fault("dpo.label_smoothing", f"0 with task.kind = {kind}", "drop it")
     if kind == "orpo" and config.dpo.reference is not None:
         yield facts.fault("dpo.reference", f"unset with task.kind = {kind}, which has no reference", "drop it")
@@ -237,7 +249,7 @@ def samples_may_differ_in_length(facts: Facts) -> Iterator[Fault]:
     if data.group_by_length and len(config.training.sources) > 1 and not facts.data.joins_sources:
         allowed = "true only with training.epochs, as sources mixed by weight cannot be grouped"
         yield facts.fault("data.group_by_length", allowed, 'set training.mixing = "sizes", or drop it')
-    room = config.training.seq_len + 1
+    room = config.training.seq_len + (facts.model.spec.labels != "ends")
     if (data.max_tokens or 0) > room:
         remedy = f"write at most {room}, or raise training.seq_len"
         yield facts.fault("data.max_tokens", f"at most {room}, the room of a sample", remedy)

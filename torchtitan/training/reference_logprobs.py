@@ -50,9 +50,11 @@ LATER_SIZES: dict[str, Any] = {"head_width": None, "attention_bias": False, "mlp
 LATER_SIZES |= {"query_growth": 0.0, "query_period": 1, "attention_factor": None, "truncate": True}
 LATER_SIZES |= {"window_layers": "", "rotary_factor": 1.0, "longrope": None}
 """Sizes of models that were added when there were files, and the values with which they do not count."""
-LATER_SIZES_OF = dict.fromkeys(("Qwen2Args", "Qwen2MoEArgs", "Qwen3Args", "Qwen3MoEArgs"), "sliding_window")
-LATER_SIZES_OF |= {"GraniteArgs": "attention_dropout"}
-"""The same for classes of sizes: a size that does not count if it is 0, and that other classes always had."""
+LATER_SIZES_OF = dict.fromkeys(("Qwen2MoEArgs", "Qwen3MoEArgs"), ("sliding_window",))
+LATER_SIZES_OF |= dict.fromkeys(("Qwen2Args", "Qwen3Args"), ("sliding_window", "n_classes"))
+LATER_SIZES_OF |= dict.fromkeys(("LlamaArgs", "Gemma2Args"), ("n_classes",))
+LATER_SIZES_OF |= {"GraniteArgs": ("attention_dropout",)}
+"""The same for classes of sizes: sizes that do not count if they are 0, and that other classes always had."""
 LATER_OPTIONS = ("save", "last_save_in_peft", "relora")
 """Options of [adapter] that do not change the model before the first step."""
 MODEL, IDENTITY, ROWS = "model", "identity", "rows"
@@ -218,8 +220,8 @@ def _identity(job: ResolvedJob) -> str:
 def sizes_of_identity(args: Any) -> dict[str, Any]:
     """Return the sizes of a model that its references depend on, with the names that they have in existing files."""
     sizes = asdict(args, dict_factory=_without_later_sizes)
-    later = LATER_SIZES_OF.get(type(args).__name__)
-    return {name: size for name, size in sizes.items() if name != later or size}
+    later = LATER_SIZES_OF.get(type(args).__name__, ())
+    return {name: size for name, size in sizes.items() if name not in later or size}
 
 
 def _without_later_sizes(sizes: list[tuple[str, Any]]) -> dict[str, Any]:

@@ -246,7 +246,8 @@ class Task:
     kind: Annotated[str, NameIn("torchtitan.losses.tasks:TASKS")] = "pretrain"
     """Task to learn. pretrain: the next token. sft: the next token of whole records, see [data]. documents: the next
     token of documents read in order, one stream per row, training.seq_len tokens a batch. masked_lm: masked words.
-    seq_cls: the class of a record. dpo, ipo, orpo: the preferred one of two answers, see [dpo]."""
+    seq_cls: the class of a record. dpo, ipo, orpo: the preferred one of two answers, see [dpo]. reward: a number for an
+    answer, larger for the preferred one of two."""
     label_field: str = "label"
     """Field of a record that holds its class (seq_cls); its text is in training.text_field."""
     second_text_field: str | None = None

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from torchtitan.core.errors import JobError
 from torchtitan.models import gemma
-from torchtitan.models.family import ConfigConverter, Family
+from torchtitan.models.family import CLASS_KEYS, ConfigConverter, Family, read_num_classes, task_fields
 from torchtitan.models.gemma import GELU, GemmaArgs
 from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_number, read_window
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
@@ -47,8 +47,9 @@ class Gemma2Args(WindowedGemmaArgs):
     score_cap: float = 50.0  # attention scores s become cap tanh(s / cap); 0: they stay
     logit_cap: float = 30.0  # the logits too
     max_seq_len: int = 8192
+    n_classes: int = 0  # 0: the head predicts words
 
-    may_be_zero: ClassVar = ("score_cap", "logit_cap")
+    may_be_zero: ClassVar = ("score_cap", "logit_cap", "n_classes")
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -101,7 +102,7 @@ def gemma_sizes(
 def _to_hf(args: Gemma2Args, dtype: Any = "float32") -> dict[str, Any]:
     """Return the fields of transformers' Gemma2Config."""
     return gemma_config(args, dtype) | {
-        "architectures": ["Gemma2ForCausalLM"],
+        **task_fields("Gemma2", args),
         "model_type": "gemma2",
         **{key: getattr(args, name) or None for name, (key, _) in CAPS.items()},
     }
@@ -115,13 +116,13 @@ def _from_hf(config: Mapping[str, Any]) -> Gemma2Args:
         sizes[name] = read_number(config, key, default, null=0.0)
         if config.get(key) is not None and sizes[name] <= 0:
             raise JobError(f"{key} = {config[key]!r}; allowed: a number above 0, or null for no cap")
-    return Gemma2Args(**sizes)
+    return Gemma2Args(**sizes, n_classes=read_num_classes(config))
 
 
 USED = DECODER_KEYS - {"hidden_act"} | {"head_dim", "hidden_activation", "layer_types", "query_pre_attn_scalar"}
 USED |= {"sliding_window", "use_bidirectional_attention", *(key for key, _ in CAPS.values())}
 DEFAULTS = {"hidden_act": GELU}
-KEYS = config_keys(USED | {"sliding_window_size"}, defaults=DEFAULTS)
+KEYS = config_keys(USED | {"sliding_window_size"} | CLASS_KEYS, defaults=DEFAULTS)
 CONFIG = ConfigConverter(model_types=("gemma2",), to_hf=_to_hf, from_hf=_from_hf, keys=KEYS)
 
 

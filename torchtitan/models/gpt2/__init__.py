@@ -8,14 +8,12 @@ from dataclasses import dataclass
 from typing import Any
 
 from torchtitan.core.errors import JobError
-from torchtitan.models.family import ConfigConverter, Family
+from torchtitan.models.family import ConfigConverter, Family, label_fields, read_num_classes
 from torchtitan.models.hf.config import check_numbers, check_supported, read_number
 from torchtitan.models.hf.config_keys import config_keys
 from torchtitan.models.learned_positions import (
     NOT_COMPARED,
     LearnedPositionArgs,
-    label_fields,
-    read_num_classes,
     shared_dropout,
 )
 from torchtitan.models.sizes import HEAD, Names, Sizes

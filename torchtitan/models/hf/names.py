@@ -14,10 +14,11 @@ import torch
 
 from torchtitan.core.errors import JobError
 
+LM_HEAD, CLASSIFIER_HEAD = "lm_head.weight", "score.weight"
 ENDS = {
     "tok_embeddings.weight": "model.embed_tokens.weight",
     "norm.weight": "model.norm.weight",
-    "output.weight": "lm_head.weight",
+    "output.weight": LM_HEAD,
 }
 ATTENTION = {
     "attention_norm.weight": "input_layernorm.weight",
@@ -73,6 +74,11 @@ def with_biases(modules: Mapping[str, str]) -> dict[str, str]:
         for kind in ("weight", "bias")
         for module, hf_module in modules.items()
     }
+
+
+def is_other_head(name: str, args: Any) -> bool:
+    """Return True for the name of a language model's head if the model classifies, or gives rewards."""
+    return name == LM_HEAD and getattr(args, "n_classes", 0) > 0
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -123,20 +123,3 @@ def shared_dropout(config: Mapping[str, Any], defaults: Mapping[str, float]) -> 
         description = " and ".join(f"{name} = {share!r}" for name, share in probabilities.items())
         raise JobError(f"{description}, but this model has one share for both")
     return next(iter(probabilities.values()))
-
-
-def read_num_classes(config: Mapping[str, Any]) -> int:
-    """Return the number of classes of a config; 0 for a language model."""
-    kinds = config.get("architectures")
-    if not isinstance(kinds, list) or not any("SequenceClassification" in str(kind) for kind in kinds):
-        return 0
-    labels = config.get("id2label")
-    return len(labels) if isinstance(labels, Mapping) else read_number(config, "num_labels", 2)
-
-
-def label_fields(args: LearnedPositionArgs) -> dict[str, Any]:
-    """Return the fields that name the classes LABEL_0, LABEL_1, ..., as transformers does by default."""
-    names = [f"LABEL_{number}" for number in range(args.n_classes)]
-    if not names:
-        return {}
-    return {"id2label": dict(enumerate(names)), "label2id": {name: n for n, name in enumerate(names)}}

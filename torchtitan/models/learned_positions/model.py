@@ -9,7 +9,7 @@ import torch
 from torchtitan.core.random_draws import Constant, Init, Normal
 from torchtitan.models.attention import AttentionKernel, GroupedQueryAttention
 from torchtitan.models.decoder import Block, Decoder
-from torchtitan.models.hf.names import TensorMap
+from torchtitan.models.hf.names import CLASSIFIER_HEAD, LM_HEAD, TensorMap
 from torchtitan.models.layers import MLP, LayerNorm
 from torchtitan.models.learned_positions import LearnedPositionArgs
 from torchtitan.parallelisms.plan import ParallelPlan
@@ -66,9 +66,6 @@ class LearnedPositionDecoder(Decoder):
         return Normal(0.02 / (2 * self.args.n_layers) ** 0.5 if narrow else 0.02)
 
 
-LM_HEAD, CLASSIFIER_HEAD = "lm_head.weight", "score.weight"
-
-
 def make_tensor_map(
     args: LearnedPositionArgs,
     parts: Mapping[str, str],
@@ -87,8 +84,3 @@ def make_tensor_map(
         tied=args.tied_embeddings,
         head=frozenset({"output.weight"}) if args.n_classes else frozenset(),
     )
-
-
-def is_other_head(name: str, args: LearnedPositionArgs) -> bool:
-    """Return True for the name of a language model's head if the model classifies."""
-    return name == LM_HEAD and args.n_classes > 0

@@ -5,10 +5,10 @@ No torch here, so `torchtitan check` stays quick.
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from torchtitan.core.errors import JobError
-from torchtitan.models.family import ConfigConverter, Family
+from torchtitan.models.family import CLASS_KEYS, ConfigConverter, Family, read_num_classes, task_fields
 from torchtitan.models.hf.config import (
     check_supported,
     decoder_config,
@@ -25,6 +25,7 @@ from torchtitan.models.sizes import (
     check_even,
     check_grouped_heads,
     check_positive,
+    untie_classes,
 )
 
 
@@ -47,6 +48,9 @@ class LlamaArgs(GatedDecoderSizes):
     head_width: int | None = None  # of queries, keys and values; None: dim / n_heads
     attention_bias: bool = False  # of all four matrices
     mlp_bias: bool = False
+    n_classes: int = 0  # 0: the head predicts words
+
+    may_be_zero: ClassVar = ("n_classes",)
 
     def __post_init__(self) -> None:
         check_positive(self, "dim", "n_layers", "n_heads", "vocab_size", "multiple_of", "max_seq_len", "head_dim")
@@ -57,6 +61,7 @@ class LlamaArgs(GatedDecoderSizes):
                 f"even (rotary embeddings turn pairs). Change either"
             )
         check_grouped_heads(self)
+        untie_classes(self)
 
     @property
     def num_kv_heads(self) -> int:
@@ -158,7 +163,7 @@ LLAMA32 = {
 def _to_hf(args: LlamaArgs, dtype: Any = "float32") -> dict[str, Any]:
     """Return the fields of transformers' LlamaConfig."""
     llama_fields = {
-        "architectures": ["LlamaForCausalLM"],
+        **task_fields("Llama", args),
         "model_type": "llama",
         "intermediate_size": args.ffn_dim,
         "head_dim": args.head_dim,
@@ -180,12 +185,13 @@ def _from_hf(config: Mapping[str, Any]) -> LlamaArgs:
         rope_scaling=scaling_from_hf(config),
         head_width=head_width if head_width * heads != dim else None,
         **read_biases(config),
+        n_classes=read_num_classes(config),
     )
 
 
 COMPARED = ("dim", "n_layers", "n_heads", "num_kv_heads", "ffn_dim", "vocab_size", "norm_eps", "rope_theta")
 COMPARED += ("rope_scaling", "tied_embeddings", "head_dim", "attention_bias", "mlp_bias")
-KEYS = config_keys(DECODER_KEYS | {"mlp_bias", "head_dim"})
+KEYS = config_keys(DECODER_KEYS | {"mlp_bias", "head_dim"} | CLASS_KEYS)
 CONFIG = ConfigConverter(model_types=("llama",), to_hf=_to_hf, from_hf=_from_hf, compared=COMPARED, keys=KEYS)
 
 

@@ -12,11 +12,10 @@ from torch import nn
 
 from torchtitan.models.decoder import AttentionKind, InputEmbedding
 from torchtitan.models.flops import flops_per_token
-from torchtitan.models.hf.names import TensorMap, with_biases
+from torchtitan.models.hf.names import TensorMap, is_other_head, with_biases
 from torchtitan.models.learned_positions.model import (
     PLAN,
     LearnedPositionDecoder,
-    is_other_head,
     make_block,
     make_norm,
     make_tensor_map,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchtitan.models.family import ConfigConverter, Family
+from torchtitan.models.family import CLASS_KEYS, ConfigConverter, Family, read_num_classes, task_fields
 from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_number
 from torchtitan.models.hf.config_keys import DECODER_KEYS, WINDOW_KEYS, config_keys
 from torchtitan.models.hf.layer_kinds import read_windows, window_config
@@ -21,8 +21,9 @@ class Qwen2Args(GatedArgs):
     rope_theta: float = 1000000.0
     sliding_window: int = 0  # number of tokens that a token attends to, with itself; 0: all before it
     window_layers: str = ""  # the layers with a window; "": all
+    n_classes: int = 0  # 0: the head predicts words
 
-    may_be_zero: ClassVar = ("sliding_window",)
+    may_be_zero: ClassVar = ("sliding_window", "n_classes")
     biases: ClassVar = QKV
 
 
@@ -44,7 +45,7 @@ QWEN2 = {
 
 def _to_hf(args: Qwen2Args, dtype: Any = "float32") -> dict[str, Any]:
     """Return the fields of transformers' Qwen2Config."""
-    fields = {"architectures": ["Qwen2ForCausalLM"], "model_type": "qwen2"}
+    fields = task_fields("Qwen2", args) | {"model_type": "qwen2"}
     config = gated_config(args, dtype) | fields | window_config(args)
     del config["attention_bias"]  # no field of Qwen2Config: queries, keys and values always have biases
     return config
@@ -53,7 +54,8 @@ def _to_hf(args: Qwen2Args, dtype: Any = "float32") -> dict[str, Any]:
 def _from_hf(config: Mapping[str, Any]) -> Qwen2Args:
     check_supported(config, {"hidden_act": "silu"})
     sizes = gated_sizes(config, 32768, kv_heads=32)
-    return Qwen2Args(**sizes, **read_windows(config, windows_from_layer(config, sizes["n_layers"])))
+    windows = read_windows(config, windows_from_layer(config, sizes["n_layers"]))
+    return Qwen2Args(**sizes, **windows, n_classes=read_num_classes(config))
 
 
 def windows_from_layer(config: Mapping[str, Any], n_layers: int) -> list[bool]:
@@ -63,7 +65,7 @@ def windows_from_layer(config: Mapping[str, Any], n_layers: int) -> list[bool]:
 
 
 KEYS = config_keys(
-    DECODER_KEYS - {"attention_bias"} | {"head_dim", *WINDOW_KEYS, "max_window_layers"},
+    DECODER_KEYS - {"attention_bias"} | {"head_dim", *WINDOW_KEYS, "max_window_layers"} | CLASS_KEYS,
     # biases are in every file; the last is of other programs, for very long texts
     harmless=("attention_bias", "dual_chunk_attention_config"),
 )

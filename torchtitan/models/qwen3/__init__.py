@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
-from torchtitan.models.family import ConfigConverter, Family
+from torchtitan.models.family import CLASS_KEYS, ConfigConverter, Family, read_num_classes, task_fields
 from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes
 from torchtitan.models.hf.config_keys import DECODER_KEYS, WINDOW_KEYS, config_keys
 from torchtitan.models.hf.layer_kinds import read_windows, window_config
@@ -23,8 +23,9 @@ class Qwen3Args(GatedArgs):
     max_seq_len: int = 40960
     sliding_window: int = 0  # number of tokens that a token attends to, with itself; 0: all before it
     window_layers: str = ""  # the layers with a window; "": all
+    n_classes: int = 0  # 0: the head predicts words
 
-    may_be_zero: ClassVar = ("sliding_window",)
+    may_be_zero: ClassVar = ("sliding_window", "n_classes")
     qk_norm: ClassVar = True
 
 
@@ -42,17 +43,18 @@ QWEN3 = {
 
 def _to_hf(args: Qwen3Args, dtype: Any = "float32") -> dict[str, Any]:
     """Return the fields of transformers' Qwen3Config."""
-    fields = {"architectures": ["Qwen3ForCausalLM"], "model_type": "qwen3"}
+    fields = task_fields("Qwen3", args) | {"model_type": "qwen3"}
     return gated_config(args, dtype) | fields | window_config(args)
 
 
 def _from_hf(config: Mapping[str, Any]) -> Qwen3Args:
     check_supported(config, {"hidden_act": "silu", "attention_bias": False})
     sizes = gated_sizes(config, 32768, kv_heads=32, head_dim=128)
-    return Qwen3Args(**sizes, **read_windows(config, windows_from_layer(config, sizes["n_layers"])))
+    windows = read_windows(config, windows_from_layer(config, sizes["n_layers"]))
+    return Qwen3Args(**sizes, **windows, n_classes=read_num_classes(config))
 
 
-KEYS = config_keys(DECODER_KEYS | {"head_dim", *WINDOW_KEYS, "max_window_layers"})
+KEYS = config_keys(DECODER_KEYS | {"head_dim", *WINDOW_KEYS, "max_window_layers"} | CLASS_KEYS)
 CONFIG = ConfigConverter(model_types=("qwen3",), to_hf=_to_hf, from_hf=_from_hf, keys=KEYS)
 
 

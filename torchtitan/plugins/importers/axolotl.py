@@ -18,7 +18,7 @@ from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.models.hf.wrappers import text_part
 from torchtitan.plugins.importers import deepspeed, launchers
 from torchtitan.plugins.importers.axolotl_adapter import AdapterTranslation
-from torchtitan.plugins.importers.axolotl_data import AddedTokens, DataTranslation
+from torchtitan.plugins.importers.axolotl_data import DataTranslation
 from torchtitan.plugins.importers.axolotl_options import (
     ADAM,
     DEFAULT_STRATEGY,
@@ -30,6 +30,7 @@ from torchtitan.plugins.importers.axolotl_options import (
     SCORES,
     read_options,
 )
+from torchtitan.plugins.importers.axolotl_tokens import AddedTokens
 from torchtitan.plugins.importers.translation import (
     AUTO,
     BFLOAT16_INSTEAD,

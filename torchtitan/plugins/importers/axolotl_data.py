@@ -1,19 +1,15 @@
 """Translate the data options of an Axolotl file: datasets, held-out splits, templates, packing and added tokens."""
 
-import os.path
-import shlex
 from collections.abc import Collection, Mapping
-from pathlib import Path
 from string import Formatter
 from typing import Any
 
 from torchtitan.config.options import hint
-from torchtitan.core.errors import JobError
 from torchtitan.models import CONFIG_CONVERTERS
-from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.plugins.importers.axolotl_files import locations
 from torchtitan.plugins.importers.axolotl_options import ENTRY_KEYS, UNSET
 from torchtitan.plugins.importers.axolotl_prompts import (
+    BRADLEY_TERRY,
     BY_STYLE,
     PAIRS,
     PAIRS_OF_MESSAGES,
@@ -32,7 +28,7 @@ from torchtitan.plugins.importers.axolotl_templates import (
     is_of_model,
     own_template,
 )
-from torchtitan.plugins.importers.translation import JobDraft, Options
+from torchtitan.plugins.importers.translation import JobDraft, Options, make_reward_model
 
 FORMATS = {"alpaca": ("instruct", ""), "sharegpt": ("sharegpt", "conversations"), "completion": ("completion", "text")}
 FORMATS |= {"input_output": ("input_output", "segments"), "prompt_completion": ("prompt_completion", "")}
@@ -87,11 +83,7 @@ DPO_OPTIONS = {"rl_beta": "dpo.beta", "dpo_beta": "dpo.beta", "dpo_label_smoothi
 DPO_OPTIONS |= {"orpo_alpha": "dpo.beta"}
 SHORTEST = 2
 """Fewest tokens of a record without min_sample_len; a record of one has nothing to predict."""
-MULTIPLE = 32
-"""Multiple of the vocabulary's size with resize_token_embeddings_to_32x."""
 DROP = "drop_system_message"
-RESIZED = "-resized"
-"""Suffix of the folder of a model with a larger vocabulary."""
 
 
 class DataTranslation:
@@ -181,7 +173,8 @@ class DataTranslation:
     def _left_out(self) -> None:
         """Translate which records are left out: those with few tokens, and those that repeat another one."""
         options, values = self.options, self.values
-        if (least := options["min_sample_len"] or 0) > SHORTEST and options["rl"] is None:
+        are_pairs = options["rl"] is not None or bool(options["reward_model"])
+        if (least := options["min_sample_len"] or 0) > SHORTEST and not are_pairs:
             values["data.min_tokens"] = least
         elif least > SHORTEST:
             self.note("min_sample_len: no effect with rl, as in Axolotl; data.min_tokens would leave out short answers")
@@ -195,6 +188,7 @@ class DataTranslation:
 
     def _preference(self) -> None:
         kind = self.options["rl"]
+        self._reward(kind)
         if kind in PREFERENCES:
             self.values["task.kind"] = kind
         elif kind is not None:
@@ -210,6 +204,22 @@ class DataTranslation:
                 self.refuse(name, self.options[name], f"nothing without rl: {required}", f"give rl: {required}")
             elif self.options[name] is not None:
                 self.values[option] = self.options[name]
+
+    def _reward(self, rl: str | None) -> None:
+        """Translate the options of a reward model, or refuse them without one."""
+        options, values = self.options, self.values
+        is_reward, labels = bool(options["reward_model"]), options["num_labels"]
+        if is_reward and rl is not None:
+            self.refuse("rl", rl, "nothing with reward_model", "choose one")
+        if labels not in (None, 1) or (labels and not is_reward):
+            self.refuse("num_labels", labels, "1, with reward_model: true", "other heads are not trained")
+        coefficient = options["center_rewards_coefficient"]
+        if coefficient and not is_reward:
+            self.refuse("center_rewards_coefficient", coefficient, "nothing without reward_model: true", "drop it")
+        if not is_reward:
+            return
+        make_reward_model(values, coefficient)
+        self.note("reward_model: not the same: pairs of more tokens are left out, and counted; Axolotl cuts them")
 
     def _held_out(self) -> bool:
         """Translate the validation data. Returns True if a part of the training data is held out."""
@@ -289,6 +299,8 @@ class DataTranslation:
         fields = {name: entry[key] for key, name in FIELDS.items() if entry.get(key, name) != name}
         message_fields = {name: entry[key] for key, name in MESSAGE_FIELDS.items() if entry.get(key, name) != name}
         template = {key: entry[key] for key in PROMPT if key in entry}
+        if self.options["reward_model"]:
+            return self._reward_pairs(label, entry)
         if self.options["rl"] in PREFERENCES and entry.get("type") in PAIR_TYPES:
             return self._pairs(entry, message_fields)
         strategy = str(entry.get("type"))
@@ -342,6 +354,13 @@ class DataTranslation:
         for key in [key for key in entry if key in keys]:
             allowed = f"nothing with type: {entry['type']}"
             self.refuse(f"{label}.{key}", entry[key], allowed, "it belongs to another type: drop it")
+
+    def _reward_pairs(self, label: str, entry: Mapping[str, Any]) -> dict[str, Any]:
+        if entry.get("type") != BRADLEY_TERRY:
+            self.refuse(f"{label}.type", entry.get("type"), f"{BRADLEY_TERRY} with reward_model", REWRITE_PAIRS)
+            return {}
+        self._refuse_keys(label, entry, (*PROMPT, *FIELDS, *MESSAGE_FIELDS, *PAIR_FIELDS, *OTHER_READING))
+        return {"format": "preference", "fields": {"question": "input"}}
 
     def _pairs_of_texts(self, label: str, entry: Mapping[str, Any]) -> dict[str, Any]:
         """Return the options of pairs that a strategy writes under its own template, or reads as they are."""
@@ -465,90 +484,6 @@ def entry_of(raw_entry: Any, label: str, draft: JobDraft) -> Mapping[str, Any] |
         draft.refuse(f"{label}.{PROPERTIES}", properties, "a table with role and content", remedy)
         return None
     return entry | {f"message_field_{name}": field for name, field in properties.items()}
-
-
-class AddedTokens:
-    """The tokens that a file adds to the vocabulary. `new`: tokens with rows that have to be trained.
-
-    Their rows are in a model folder that `torchtitan convert` writes before the job starts.
-    """
-
-    def __init__(self, options: Options, draft: JobDraft) -> None:
-        self.options, self.values = options, draft.values
-        self.note, self.refuse = draft.notes.append, draft.refuse
-        self.new: list[str] = list(options["tokens"] or [])
-
-    def read(self, folder: str) -> str:
-        """Return the folder to start training from. Its tokenizer is used unless the job names another."""
-        eos = self._special_tokens(Path(folder, "tokenizer_config.json"))
-        arguments = ["--add-tokens", *dict.fromkeys(self.new)] if self.new else []
-        arguments += ["--eos-token", eos] if eos is not None else []
-        arguments += ["--vocab-multiple", str(MULTIPLE)] if self.options["resize_token_embeddings_to_32x"] else []
-        if not arguments:
-            self.values.setdefault("model.tokenizer_path", folder)
-            return folder
-        resized, tokenizer = folder.rstrip("/") + RESIZED, self.values.get("model.tokenizer_path")
-        arguments += [f"--model.tokenizer_path={tokenizer}"] if tokenizer is not None else []
-        self.values["model.tokenizer_path"] = resized
-        command = shlex.join(["torchtitan", "convert", folder, resized, *arguments])
-        if not os.path.isfile(Path(resized, CONFIG)):
-            self.note(f"{resized} has to be made first: {command}")
-        elif missing := [token for token in self.new if token not in self._added_tokens(Path(resized))]:
-            self.note(f"{resized} exists without {' '.join(missing)}: make it again: {command}")
-        else:
-            self.note(f"{resized} exists and is used, as made by: {command}")
-        return resized
-
-    def _added_tokens(self, folder: Path) -> set[str]:
-        """Return the added tokens of a folder's tokenizer, or the requested tokens if it has no tokenizer.json."""
-        path = folder / "tokenizer.json"
-        if not os.path.isfile(path):
-            return set(self.new)
-        try:
-            return {token["content"] for token in read_json(path).get("added_tokens", [])}
-        except (JobError, KeyError, TypeError):
-            return set()
-
-    def _special_tokens(self, path: Path) -> str | None:
-        """Return the end-of-sequence token to add, or None.
-
-        Additional special tokens are added too. All other special tokens stay as in the tokenizer; a file that
-        asks for different ones is refused.
-        """
-        special_tokens = dict(self.options["special_tokens"] or {})
-        if special_tokens.pop("pad_token", None) is not None:
-            self.note("special_tokens.pad_token: no effect; padding is masked by position and never learned")
-        additional = special_tokens.pop("additional_special_tokens", None) or []
-        if not isinstance(additional, list) or any(not isinstance(token, str) for token in additional):
-            self.refuse("special_tokens.additional_special_tokens", additional, "a list of texts")
-        else:
-            self.new += additional
-        try:
-            tokenizer_config = read_json(path) if path.is_file() else None
-        except JobError:
-            tokenizer_config = {}
-        if special_tokens and tokenizer_config is None:
-            self.note(f"special_tokens: the special tokens of {path.parent} are used and must be the same")
-            return None
-        differing = {
-            name: token
-            for name, token in special_tokens.items()
-            if _content((tokenizer_config or {}).get(name)) != token
-        }
-        eos = differing.pop("eos_token", None)
-        for name, token in differing.items():
-            self.refuse(f"special_tokens.{name}", token, "the tokenizer's own", f"write it into {path}")
-        if isinstance(eos, str):
-            self.new.append(eos)
-        elif eos is not None:
-            self.refuse("special_tokens.eos_token", eos, "text")
-            return None
-        return eos
-
-
-def _content(token: Any) -> Any:
-    """Return the text of a special token in a tokenizer_config.json."""
-    return token.get("content") if isinstance(token, dict) else token
 
 
 def _has_only(names: Collection[str], text: str) -> bool:

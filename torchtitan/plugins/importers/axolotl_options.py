@@ -91,7 +91,7 @@ NOT_REPORTED = _note("any", "nothing is sent there; metrics.trackers names the t
 SMALLER = _note("any", "it takes less memory there and changes no result")
 RAY = _note("any", "torchtitan train starts the ranks")
 ONLINE = "training on answers that the model generates and a reward are not supported"
-REWARDS = "reward models are not supported"
+STEPWISE = "reward models of single steps are not supported"
 SHARED_A = 'peft gives gate and up of an expert one A; adapter.target = ["*moe.experts"] gives each matrix its own pair'
 SCORES = "answers are not scored in a run: torchtitan evaluate --tasks does it, and validation.generated shows some"
 ALWAYS_SKIPPED = "no service is asked; metrics.trackers names trackers"
@@ -136,13 +136,15 @@ MODEL: dict[str, Setting] = {
     "torch_compile_mode": _note("text", "blocks are compiled in the default mode"),
     "llama4_linearized_experts": _refusal("bool", "folders with separate experts of Llama 4 are not read"),
     "use_onebitllms": _refusal("bool", "training for a model of one or two bits is not supported"),
-    **same("num_labels center_rewards_coefficient process_reward_model", _refusal("any", REWARDS)),
+    "num_labels": Setting("int"),
+    "center_rewards_coefficient": Setting("float", least=0),
+    "process_reward_model": _refusal("bool", STEPWISE),
     "diffusion": _refusal("table", "masked diffusion is not supported"),
     "llmcompressor": _refusal("table", "pruned models are not trained"),
     **same("use_eaft eaft_alpha eaft_k", _refusal("any", "losses weighted by entropy are not supported")),
     **same("lisa_n_layers lisa_step_interval lisa_layers_attribute", _refusal("any", "LISA is not supported")),
     "qat": _refusal("table", "training for a quantized model is not supported"),
-    "reward_model": _refusal("bool", REWARDS),
+    "reward_model": Setting("bool"),
     "fp8": Setting("bool"),
     "fp8_enable_fsdp_float8_all_gather": _note("bool", "weights are gathered in bfloat16, then rounded to the same"),
     "freeze_mm_modules": _note("bool", "models here have no part for images and sound"),
@@ -398,7 +400,7 @@ def read_options(line: CommandLine, draft: JobDraft) -> Options:
             draft.refuse(name, value, "in an entry of datasets, not next to it")
         elif option is None:
             draft.refuse(name, value, "a known option", hint(name, [*OPTIONS, *ENTRY_KEYS]))
-        elif value is False and option.kind == "text":
+        elif value is False and (option.kind == "text" or name == "jagged_restart_anneal_steps"):
             continue  # Axolotl reads false as unset here
         else:
             parsed_value = KINDS[option.kind][1](value)

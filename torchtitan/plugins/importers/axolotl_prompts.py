@@ -128,6 +128,8 @@ PAIRS: dict[str, dict[str, str]] = {
 """Strategies of pairs under a template -> fields of the format preference."""
 PAIRS_OF_MESSAGES = ("ultra", "argilla_chat")
 """Those whose answers are lists of messages."""
+BRADLEY_TERRY = "bradley_terry.chat_template"
+"""Type of the pairs of a reward model: system, input, chosen and rejected, under the chat template."""
 TWO_TEXTS = "its answer is made of several fields: join them in one, and give it as output"
 JOIN_CHOICES = "write question and choices as one text in the field instruction, and the answer as output"
 AS_MESSAGES = "write the records as messages, and name the template with chat_template"
@@ -142,8 +144,8 @@ REASONS = {
     "pygmalion": AS_MESSAGES,
     "llama2_chat": f"{AS_MESSAGES}: llama2",
     "alpaca_w_system.load_open_orca_chatml": AS_MESSAGES,
-    "bradley_terry.chat_template": "reward models are not supported",
-    "stepwise_supervised": "reward models are not supported",
+    BRADLEY_TERRY: "give reward_model: true, for which it is made",
+    "stepwise_supervised": "reward models of single steps are not supported",
 }
 """Types that are not translated -> why, and what to do."""
 

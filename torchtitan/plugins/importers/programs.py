@@ -90,7 +90,7 @@ COMPONENT = "_component_"
 """Key of torchtune's tables."""
 SECOND_VERSION = "model_class"
 """Key of a file of LLaMA-Factory's second version, which its command reads too if USE_V1 is set."""
-OWN_SCRIPTS = {"sft.py": "trl", "dpo.py": "trl"}
+OWN_SCRIPTS = {"sft.py": "trl", "dpo.py": "trl", "reward.py": "trl"}
 """Script -> its program, where the flags do not tell."""
 MAJORITY = 2
 """A file with keys of several programs is of the one that has this many times as many of them as any other, and a line

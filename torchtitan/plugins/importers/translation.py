@@ -362,6 +362,13 @@ def _coefficient_in(folder: str, family: str, draft: JobDraft) -> dict[str, Any]
     return {} if weights[0] == weights[1] else {BALANCE: weights[1], "bias_rate": 0.0}
 
 
+def make_reward_model(values: dict[str, Any], center_coefficient: float | None) -> None:
+    """Set the options of a job that trains a reward model."""
+    values |= {"task.kind": "reward", "model.overrides": values.get("model.overrides", {}) | {"n_classes": 1}}
+    if center_coefficient:
+        values["task.options"] = {"center_coefficient": center_coefficient}
+
+
 def replicated(ranks: int) -> dict[str, int]:
     """Return the options that replicate the model on each rank."""
     return {"parallelism.data_parallel_replicate_degree": ranks, "parallelism.data_parallel_shard_degree": 1}

@@ -1,4 +1,4 @@
-"""Translate lines of trl (1.16): `trl sft`, `trl dpo`, and its scripts sft.py and dpo.py, with the file of --config.
+"""Translate lines of trl (1.16): `trl sft`, `trl dpo`, `trl reward`, and their scripts, with the file of --config.
 
 hf_trainer.py translates what they share with transformers' Trainer.
 """
@@ -32,10 +32,12 @@ from torchtitan.plugins.importers.translation import (
     JobDraft,
     Setting,
     flag_value,
+    make_reward_model,
     same,
 )
 
 KINDS_OF_SCRIPTS = {"trl sft": "sft", "sft.py": "sft", "trl dpo": "dpo", "dpo.py": "dpo"}
+KINDS_OF_SCRIPTS |= {"trl reward": "reward", "reward.py": "reward"}
 CONFIG_FLAG, LENGTH = "config", "max_length"
 FILES = (".json", ".jsonl", ".csv", ".parquet", ".arrow")
 ENTRY_KEYS = ("path", "name", "data_dir", "data_files", "split", "columns", "fraction")
@@ -121,6 +123,15 @@ DPO: dict[str, Setting] = {
     **refused("the reference does not change", sync_ref_model=False),
     **noted({"any": "ref_model_mixup_alpha ref_model_sync_steps"}, "no effect without sync_ref_model"),
 }
+REWARD: dict[str, Setting] = {
+    **COMMON,
+    "learning_rate": replace(ARGUMENTS["learning_rate"], default=1e-4),
+    **{name: SFT[name] for name in ("chat_template_path", "eos_token")},
+    "disable_dropout": DPO["disable_dropout"],
+    "lora_task_type": Setting("text", choices=("SEQ_CLS",), reason="trl trains no head otherwise"),
+    "center_rewards_coefficient": Setting("float", least=0),
+}
+TABLES = {"sft": SFT, "dpo": DPO, "reward": REWARD}
 
 
 def read(line: CommandLine) -> JobDraft:
@@ -135,7 +146,7 @@ def read(line: CommandLine) -> JobDraft:
 
 class _Trl:
     def __init__(self, line: CommandLine, draft: JobDraft, kind: str) -> None:
-        self.draft, self.kind, table = draft, kind, SFT if kind == "sft" else DPO
+        self.draft, self.kind, table = draft, kind, TABLES[kind]
         values = _values(line, table)
         self.is_unlimited = LENGTH in values and values[LENGTH] is None
         if self.is_unlimited:
@@ -148,12 +159,14 @@ class _Trl:
     def read(self) -> None:
         if self.folder is not None:
             weight = self.options["router_aux_loss_coef"]
-            add_model(self.folder, self.draft, "router_aux_loss_coef", weight, True, self.kind == "dpo")
+            add_model(self.folder, self.draft, "router_aux_loss_coef", weight, True, self.kind != "sft")
         self._data()
         if self.kind == "sft":
             self._answers()
-        else:
+        elif self.kind == "dpo":
             self._pairs()
+        else:
+            self._rewards()
         if self.is_unlimited:
             self._without_limit()
         self._precision()
@@ -247,6 +260,16 @@ class _Trl:
         if only is None and not options["assistant_only_loss"]:
             self.note("messages and texts are learned whole, as by trl; for records with prompt and completion set")
             self.note('data.train_on = "completion", as trl learns only the completions of these')
+        self._template()
+
+    def _rewards(self) -> None:
+        make_reward_model(self.values, self.options["center_rewards_coefficient"])
+        self.values["data.too_long"] = "drop"
+        self._template()
+
+    def _template(self) -> None:
+        """Translate the chat template and the end token, which have to be the tokenizer's or a file."""
+        options, values = self.options, self.values
         template = options["chat_template_path"]
         if template is not None and not template.endswith((".jinja", ".j2")):
             self.refuse("chat_template_path", template, "a .jinja file", "copy the template of that folder into one")
@@ -320,11 +343,15 @@ class _Trl:
         kind = kinds[bits[0]] if bits else "dora" if options["use_dora"] else "lora"
         values |= {"adapter.kind": kind, "adapter.rank": options["lora_r"], "adapter.alpha": options["lora_alpha"]}
         values |= {"adapter.dropout": options["lora_dropout"] if self.kind == "sft" else 0.0, "adapter.save": "alone"}
-        if self.kind == "dpo" and "lora_dropout" in options:
+        if self.kind != "sft" and "lora_dropout" in options:
             self.note("no effect for pairs, which trl learns without dropout: lora_dropout")
         if options["use_rslora"]:
             values["adapter.rslora"] = True
         modules = [name for entry in options["lora_modules_to_save"] or [] for name in entry.split()]
+        if self.kind == "reward":  # peft trains the head of classes, whose name is score
+            if options["lora_task_type"] is None:
+                self.note("not the same: the new head is trained; by trl only with lora_task_type SEQ_CLS")
+            modules = ["lm_head", *(name for name in modules if name != "score")]
         if unknown := [name for name in modules if name not in MODULES]:
             self.refuse("lora_modules_to_save", unknown, f"some of {', '.join(MODULES)}")
         elif modules:
