@@ -115,7 +115,8 @@ class RecordReader:
     @property
     def fingerprint(self) -> dict[str, Any]:
         """Return the options that documents depend on, JSON-able; unset options are left out."""
-        options = {"format": self.format_name, "fields": dict(self.fields), "template": dict(self.template)}
+        options: dict[str, Any] = {"format": self.format_name, "fields": dict(self.fields)}
+        options |= {"template": dict(self.template)}
         options |= {"default_system": self.system, "drop_system": self.drops_system}
         return {"text_field": self.text_field} | {name: value for name, value in options.items() if value}
 
