@@ -26,10 +26,10 @@ from transformers.models.deepseek_v3 import DeepseekV3Config
 from transformers.models.llama import LlamaConfig
 
 from tests.support import judged, tiny_decoders
-from tests.support.hf_parity import build, twin
+from tests.support.hf_parity import twin
 from tests.support.jobs import full
 from tests.support.judged import lines
-from tests.support.low_rank_adapters import adapter_tensors
+from tests.support.low_rank_adapters import KINDS, adapter_tensors, moved_model, plain_copy
 from tests.support.pool import run_ranks
 from torchtitan.adapters import ADAPTERS, peft_config, peft_folder
 from torchtitan.adapters.low_rank import (
@@ -56,30 +56,7 @@ from torchtitan.optimizers.build import build_optimizers
 anywhere = judged.anywhere
 TOKENS = torch.arange(40).view(2, 20) * 7 % 64
 SHARED = {"beta1": 0.9, "beta2": 0.95, "eps": 1e-8}
-KINDS = {"lora": LoRA, "dora": DoRA}
 TINY = tiny_decoders.LLAMA | tiny_decoders.DEEPSEEK | tiny_decoders.QWEN2
-
-
-def moved_model(family, args, options, seed=0):
-    """Return an adapted model and its adapter, with every adapter tensor and bias changed from its initial value."""
-    model = build(MODELS[family].build, args)
-    adapter = KINDS[options.kind](options)
-    adapter.install(model, MODELS[family].plan)
-    initialize(model, seed, model.init_rule)
-    adapter.init_from_base([model])
-    generator = torch.Generator().manual_seed(seed)
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if name in adapter.added_parameters or name.endswith(".bias"):
-                parameter += 0.1 * torch.randn(parameter.shape, generator=generator)
-    return model.eval(), adapter
-
-
-def plain_copy(model, adapter, family):
-    """Return a plain model with the adapted model's base weights."""
-    plain = MODELS[family].build(model.args)
-    plain.load_state_dict({n: t for n, t in model.state_dict().items() if n not in adapter.added_parameters})
-    return plain
 
 
 CASES = [
@@ -158,16 +135,6 @@ def test_a_folder_written_by_peft_is_read(tmp_path, kind):
     state = peft_folder.load(tmp_path, options, MODELS["llama3"].hf.tensor_map(args), shapes)
     model.load_state_dict(state, strict=False)
     torch.testing.assert_close(model(TOKENS), peft_model.eval()(TOKENS).logits, rtol=1e-5, atol=1e-5)
-
-
-def test_adapters_of_experts_are_stored_one_by_one(tmp_path, caplog):
-    args, options = tiny_decoders.DEEPSEEK["v3"], Options(kind="lora", rank=4, target=["*experts*"])
-    model, adapter = moved_model("deepseek", args, options)
-    state, form = adapter_tensors(model, adapter), MODELS["deepseek"].hf.tensor_map(args)
-    peft_folder.save(tmp_path, state, options, form)
-    loaded = peft_folder.load(tmp_path, options, form, {name: tuple(tensor.shape) for name, tensor in state.items()})
-    assert loaded.keys() == state.keys() and all(torch.equal(loaded[name], state[name]) for name in state)
-    assert "adapters of single experts: transformers 5 stacks experts" in caplog.text
 
 
 @pytest.mark.parametrize(
@@ -529,18 +496,6 @@ def test_a_peft_folder_without_all_trained_weights_is_refused(options, message, 
             tmp_path / "adapter", MODELS["llama3"].hf.tensor_map(args), adapter.full_tensors([model]), ""
         )
     assert not (tmp_path / "adapter").exists()
-
-
-def test_pairs_of_experts_that_hugging_face_stacks_are_refused_in_peft_folders(tmp_path):
-    args = tiny_decoders.GATED["gpt_oss"]
-    model, adapter = moved_model("gpt_oss", args, Options(kind="lora", rank=4, target=["*moe.experts"]))
-    form = MODELS["gpt_oss"].hf.tensor_map(args)
-    with pytest.raises(JobError, match=r"experts.w1: peft's layout has no pair .* write the whole model"):
-        adapter.write_folder(tmp_path / "adapter", form, adapter.full_tensors([model]), "")
-    options = ["--model.name=gpt_oss", "--adapter.kind=lora", "--adapter.last_save_in_peft", "--checkpoint.enable"]
-    fault = "adapter.last_save_in_peft: given true; allowed: false with experts in adapter.target"
-    assert any(fault in line for line in lines(*options, '--adapter.target=["*moe.experts"]'))
-    assert not any(fault in line for line in lines(*options, '--adapter.target=["*attention.w*"]'))
 
 
 def test_lora_plus_gives_b_a_higher_learning_rate():

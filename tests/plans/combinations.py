@@ -440,7 +440,10 @@ def low_rank_adapters() -> list[Combination]:
     overlap = dict(schedule="DualPipeV", overlap=True, model="deepseek")
     rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **exact, **overlap)]
     rows += [Combination(**EXPERT_LAYOUTS["PP 2 x TP 2"], **lora, **overlap, recompute="full_keep_comm")]
-    return rows
+    one_a = dict(adapter="lora, one A", microbatch_size=1)
+    rows += [Combination(**EXPERT_LAYOUTS[name], **one_a, model="qwen3_moe") for name in ("FSDP 4", "CP 2", "TP 2")]
+    rows += [Combination(**LAYOUTS["FSDP 2"], **one_a, model="gpt_oss", recompute="op")]
+    return rows + [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **one_a, **overlap)]
 
 
 def trained_scale() -> list[Combination]:

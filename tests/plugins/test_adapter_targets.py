@@ -3,6 +3,7 @@
 import json
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
 from transformers import (
     AutoModelForCausalLM,
@@ -10,16 +11,30 @@ from transformers import (
     Gemma3Config,
     Gemma3TextConfig,
     GPT2Config,
+    GptOssConfig,
     LlamaConfig,
     OPTConfig,
+    Qwen3_5MoeTextConfig,
     Qwen3MoeConfig,
 )
+from transformers.conversion_mapping import _MODEL_TO_CONVERSION_PATTERN
 
+from torchtitan.adapters.low_rank import LoRA
+from torchtitan.adapters.peft_folder import to_peft
 from torchtitan.adapters.targets import target_linears
 from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.models import CONFIG_CONVERTERS, family_for_model_type
+from torchtitan.models import SIZES as SIZES_OF_FAMILIES
 from torchtitan.models.sizes import linears
-from torchtitan.plugins.importers.adapter_targets import TargetError, model_modules, translate_targets
+from torchtitan.models.spec import MODELS as SPECS
+from torchtitan.plugins.importers.adapter_targets import (
+    RENAMED,
+    ParameterError,
+    TargetError,
+    has_experts,
+    model_modules,
+    translate_targets,
+)
 
 SIZES = dict(vocab_size=64, hidden_size=32, intermediate_size=64, num_attention_heads=4, num_key_value_heads=2)
 MODELS = {
@@ -34,6 +49,11 @@ MODELS = {
                                  topk_group=1, moe_intermediate_size=32, first_k_dense_replace=1, q_lora_rank=16,
                                  kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=8,
                                  **SIZES | {"num_key_value_heads": 4}),
+    "gpt_oss": GptOssConfig(num_hidden_layers=2, num_local_experts=4, num_experts_per_tok=2, head_dim=8, **SIZES),
+    "qwen3_5": Qwen3_5MoeTextConfig(num_hidden_layers=4, num_experts=4, num_experts_per_tok=2, head_dim=8,
+                                    moe_intermediate_size=32, shared_expert_intermediate_size=32,
+                                    linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
+                                    linear_value_head_dim=8, **SIZES),
 }  # fmt: skip
 TARGETS = [  # a model and its target modules
     ("llama", ["q_proj", "down_proj"]),
@@ -113,12 +133,12 @@ REFUSED = [  # a model, its target modules, and parts of the refusal
     ("llama", ["in_proj"], "some of model.layers.*.self_attn.q_proj"),
     ("llama", "model.language_model.layers.[\\d]+.mlp.up_proj", "some of model.layers.*.self_attn.q_proj"),
     ("llama", "(?=model).*q_proj", "a regex without a group of another kind"),
-    ("experts", ["q_proj", "up_proj", "gate_proj"], "without those named gate_proj, up_proj"),
+    ("experts", ["q_proj", "gate_proj"], "both gate_proj and up_proj with experts; peft has one stack"),
     ("experts", ["mlp.gate", "q_proj"], "model.layers.0.mlp.gate is none"),
     ("experts", ["experts", "q_proj"], "model.layers.0.mlp.experts is none"),
     ("experts", "model.layers.1.self_attn.(q|k)_proj", "none of the modules with a name, as peft takes all of them"),
-    ("deepseek", ["o_proj", "shared_experts.up_proj"], "without those named up_proj"),
-    ("deepseek", r".*\.(o|gate)_proj", "without those named gate_proj"),
+    ("deepseek", ["o_proj", "shared_experts.up_proj"], "both gate_proj and up_proj with experts"),
+    ("deepseek", r".*\.(o|gate)_proj", "both gate_proj and up_proj with experts"),
 ]
 
 
@@ -128,6 +148,65 @@ def test_what_has_no_adapter_here_is_refused(name, modules, message, folders):
     with pytest.raises(TargetError) as refusal:
         translate_targets(modules, False, family, str(folders / name))
     assert message in str(refusal.value)
+
+
+OF_EXPERTS = [  # a model, its target modules and its target parameters
+    ("experts", ["q_proj", "up_proj", "gate_proj"], None),
+    ("experts", ["down_proj", "gate_proj", "up_proj"], None),
+    ("experts", ["q_proj"], ["mlp.experts.gate_up_proj", "mlp.experts.down_proj"]),
+    ("experts", ["q_proj"], ["1.mlp.experts.down_proj", "experts.other"]),
+    ("experts", [], ["gate_up_proj"]),
+    ("experts", r".*\.(q|down)_proj", None),
+    ("experts", r".*experts\.(up|gate|down)_proj|.*\.o_proj", None),
+    ("deepseek", ["o_proj", "shared_experts.up_proj", "gate_proj"], None),
+    ("deepseek", ["o_proj", "gate_proj", "up_proj"], ["experts.gate_up_proj"]),
+    ("deepseek", r".*\.(o|gate|up|down)_proj", None),
+    ("qwen3_5", ["q_proj", "gate_proj"], ["experts.down_proj"]),
+    ("gpt_oss", ["q_proj"], ["experts.gate_up_proj"]),
+]
+
+
+@pytest.mark.parametrize("name, modules, parameters", OF_EXPERTS, ids=str)
+def test_the_same_pairs_as_in_peft_with_experts(name, modules, parameters, folders):
+    """Names, and with them the ranks: shapes of all A, by modules and stacks of transformers."""
+    family = family_for_model_type(MODELS[name].model_type)
+    targets = translate_targets(modules, False, family, str(folders / name), parameters=parameters or ())
+    config = LoraConfig(target_modules=modules, target_parameters=parameters, r=2)
+    tuned = get_peft_model(AutoModelForCausalLM.from_config(MODELS[name]), config)
+    options = Options(kind="lora", rank=2, target=targets.patterns, gate_up_rank=2 * targets.gate_up)
+    args = CONFIG_CONVERTERS[family].args_from_folder(folders / name)
+    with torch.device("meta"):
+        model = SPECS[family].build(args)
+    adapter = LoRA(options)
+    adapter.install(model, SPECS[family].plan)
+    state = {name: torch.empty(shape, device="meta") for name, shape in adapter.added_shapes.items()}
+    shapes = {name: t.shape for name, t in to_peft(state, SPECS[family].hf.tensor_map(args)).items()}
+    expected = {n.replace(".default", ""): p.shape for n, p in tuned.named_parameters() if "lora_" in n}
+    assert shapes == expected
+    assert targets.unmatched == [n for n in parameters or () if "other" in n]
+
+
+WRONG_PARAMETERS = [
+    ("experts", ["mlp.gate.weight"], "model.layers.0.mlp.gate.weight is none of them"),
+    ("experts", ["q_proj.weight"], "model.layers.0.self_attn.q_proj.weight is none of them"),
+    ("experts", ["experts.w1"], "allowed: model.layers.*.mlp.experts.gate_up_proj, model.layers.*.mlp.experts.down"),
+    ("llama", ["experts.gate_up_proj"], "nothing for a model without experts"),
+]
+
+
+@pytest.mark.parametrize("name, parameters, message", WRONG_PARAMETERS, ids=str)
+def test_other_parameters_are_refused(name, parameters, message, folders):
+    family = family_for_model_type(MODELS[name].model_type)
+    with pytest.raises(ParameterError) as refusal:
+        translate_targets(["q_proj"], False, family, str(folders / name), parameters=parameters)
+    assert message in str(refusal.value)
+
+
+def test_the_families_in_which_peft_renames_targets_are_those_of_transformers():
+    kinds = _MODEL_TO_CONVERSION_PATTERN | {"mixtral": "mixtral", "qwen2_moe": "qwen2_moe"}
+    families = {family for family in SIZES_OF_FAMILIES if has_experts(family)}
+    kinds_of = {family: {kinds.get(t) for t in CONFIG_CONVERTERS[family].model_types} for family in families}
+    assert {family for family, found in kinds_of.items() if found & {"mixtral", "qwen2_moe"}} == RENAMED
 
 
 def test_a_model_that_is_not_here_has_names_but_no_regexes(tmp_path):

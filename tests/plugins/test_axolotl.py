@@ -567,6 +567,7 @@ WRONG = [  # an option, its value, the job it is added to, and a part of the err
     ("load_in_8bit", True, FULL, "or adapter: lora"),
     ("peft_use_dora", True, LORA | {"adapter": "qlora"}, "not quantized"),
     ("lora_target_modules", ["wide"], LORA | {"lora_target_linear": False}, "q_proj"),
+    ("lora_target_parameters", ["experts.gate_up_proj"], LORA, "nothing for a model without experts"),
     ("lora_modules_to_save", ["wide"], LORA, "embed_tokens, lm_head, norm"),
     ("relora_steps", 5, FULL, "nothing without an adapter"),
     ("relora_warmup_steps", 5, LORA, "nothing without relora_steps"),

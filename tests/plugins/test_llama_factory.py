@@ -566,7 +566,7 @@ REFUSED = [  # added options, the file they are added to, the key and the text o
     ({"use_dora": True, "quantization_bit": 4}, LORA, "use_dora", "the base of DoRA is not quantized"),
     ({"adapter_name_or_path": "a,b"}, LORA, "adapter_name_or_path", "merge the others before"),
     ({"lora_target": "router"}, LORA, "lora_target", "some of model.layers.*.self_attn.q_proj"),
-    ({"lora_target": "gate_proj"}, LORA | {"model_name_or_path": "experts"}, "lora_target", "stacks of experts"),
+    ({"lora_target": "gate_proj"}, LORA | {"model_name_or_path": "experts"}, "lora_target", "peft has one stack of"),
     ({"additional_target": "router"}, LORA, "additional_target", "some of embed_tokens"),
     ({"pissa_init": True}, LORA, "pissa_init", "other initial values of A and B"),
     ({"create_new_adapter": True}, LORA, "create_new_adapter", "are not merged"),

@@ -219,9 +219,9 @@ TRANSLATED = [  # flags, the line that they are added to, and the options of the
         {"adapter.target": ["layers.*.feed_forward.w3"]},
     ),
     (
-        "--lora_target_modules all-linear",
-        f"{LORA.replace('llama', 'experts')} --lora_target_modules q_proj",
-        {"adapter.target": [f"layers.*.attention.w{name}" for name in "qkvo"]},
+        "--lora_target_modules q_proj --lora_target_parameters experts.gate_up_proj experts.down_proj",
+        f"{LORA.replace('llama', 'experts')} --lora_dropout 0 --lora_target_modules k_proj",
+        {"adapter.target": ["layers.*.attention.wq", "layers.*.moe.experts"], "adapter.gate_up_rank": 16},
     ),
     (
         "--lora_target_modules q_proj o_proj",
@@ -322,7 +322,8 @@ REFUSED = [  # flags, the line that they are added to, the key and the text of a
     ("--bnb_4bit_quant_type fp4", LORA, "bnb_4bit_quant_type", "the only format of 4 bits"),
     ("--lora_target_modules router", LORA, "lora_target_modules", "some of model.layers.*.self_attn.q_proj"),
     ("--model_name_or_path experts", LORA, "lora_target_modules", "some of model.layers.*.self_attn.q_proj"),
-    ("--lora_target_parameters a", LORA, "lora_target_parameters", "stacks of experts"),
+    ("--lora_target_parameters a", LORA, "lora_target_parameters", "nothing for a model without experts"),
+    ("--lora_target_modules all-linear", LORA.replace("llama", "experts"), "lora_target_modules", "routers too"),
     ("--lora_modules_to_save router", LORA, "lora_modules_to_save", "some of embed_tokens"),
     ("--lora_task_type SEQ_CLS", LORA, "lora_task_type", "only answers"),
     ("--activation_offloading", SFT, "activation_offloading", "stay on their device"),

@@ -29,6 +29,7 @@ ROWS = {
     "scale": (ScaleAdapter, Options()),
     "documented": (IA3, Options(target=["all-linear"])),
     "lora": (LoRA, _SMALL),
+    "lora, one A": (LoRA, Options(rank=4, alpha=8.0, gate_up_rank=6, target=["all-linear"])),  # of gate and up
     "lora, tanh(s)": (LoRA, Options(kind="lora", rank=4, train_scaling=True)),
     "lora only": (LoRA, Options(kind="lora", rank=4, lora_only=True)),
     "dora": (DoRA, Options(kind="dora", rank=4, alpha=8.0)),

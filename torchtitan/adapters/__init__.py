@@ -18,7 +18,7 @@ COMMON_OPTIONS = ("kind", "save", "train_fully", "train_dense_rest")
 RULE_CHECKED_OPTIONS = ("train_scaling", "lora_only", "relora")
 RULE_CHECKED_OPTIONS += tuple(name.removeprefix("adapter.") for name in plugin_entries(SECTIONS))
 """Options that separate rules allow for the kinds that support them (rules/adapters.py, and rules of plugins)."""
-LOW_RANK_OPTIONS = ("rank", "alpha", "dropout", "rslora", "target", "layers", "lr_ratio_b")
+LOW_RANK_OPTIONS = ("rank", "alpha", "dropout", "rslora", "target", "layers", "lr_ratio_b", "gate_up_rank")
 ALL_LOW_RANK_OPTIONS = (*LOW_RANK_OPTIONS, "initial_path", "last_save_in_peft")
 
 

@@ -2,8 +2,8 @@
 
 A frozen matrix W [out, in] gets A [rank, in] and B [out, rank]. The layer computes x W^T + scale (x A^T) B^T. B starts
 at zero, so the model starts unchanged. Any linear can have such a pair. Stacked matrices of experts, W [experts, in,
-out], have A [experts, in, rank] and B [experts, rank, out]. A kind of adapter is a pair of classes, for linears and for
-experts.
+out], have A [experts, in, rank] and B [experts, rank, out]; those of gate and up, which read the same rows, may share
+an A. A kind of adapter is a pair of classes, for linears and for experts.
 
 ReLoRA (arXiv:2307.05695) merges the product of A and B into the frozen matrix at regular steps and starts again with a
 new A and B = 0, so that many low-rank updates add up to a change of any rank. At the same time the optimizer state of A
@@ -37,7 +37,15 @@ from torch.optim import Optimizer
 
 from torchtitan.adapters import peft_folder
 from torchtitan.adapters.interface import Adapter, full_tensor, merge_shards, require_complete_format
-from torchtitan.adapters.targets import layer_of, misfits, target_linears
+from torchtitan.adapters.targets import (
+    EXPERT_MATRICES,
+    GATE_UP,
+    expert_matrices,
+    layer_of,
+    lora_scale,
+    misfits,
+    target_linears,
+)
 from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.config.sections.model import Relora
 from torchtitan.core.errors import JobError
@@ -58,9 +66,6 @@ MATRIX_NAMES = re.compile(r"\blora_[AB]")
 """Matches the names of A and B, but not the names of learned scales."""
 MOMENTS = ("exp_avg", "exp_avg_sq")
 
-MATRICES = ("w1", "w2", "w3")
-"""Names of the matrices of experts."""
-
 
 @dataclass
 class LoRASettings:
@@ -76,6 +81,10 @@ class LoRASettings:
     without_base: bool = False
     is_disabled: bool = False
     """The module computes as its base does, for now."""
+    matrices: tuple[str, ...] = EXPERT_MATRICES
+    """Those of a stack of experts that have a pair."""
+    gate_up_rank: int = 0
+    """Rank of the one A of gate and up; 0: each has its own."""
 
 
 def add_low_rank_output(linear: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -163,27 +172,38 @@ class LowRankLinear(nn.Linear):
 
 
 class LowRankExperts(Experts):
-    """Experts with low-rank pairs for each of their matrices: `lora_A_w1`, `lora_B_w1` and so on."""
+    """Experts with low-rank pairs for some of their matrices: `lora_A_w1`, `lora_B_w1` and so on.
+
+    With settings.gate_up_rank w1 and w3 have one A, `lora_A_w13`.
+    """
 
     @property
     def mergeable(self) -> tuple[str, ...]:
-        return tuple(name for name in MATRICES if getattr(self, name) is not None)
+        return self.settings.matrices
 
     def add_low_rank_parameters(self, settings: LoRASettings) -> None:
         self.settings = settings
-        for name in self.mergeable:
+        for name in settings.matrices:
             matrix = getattr(self, name).detach()
             experts, inputs, outputs = matrix.shape
-            self.register_parameter(f"lora_A_{name}", nn.Parameter(matrix.new_empty(experts, inputs, settings.rank)))
-            self.register_parameter(f"lora_B_{name}", nn.Parameter(matrix.new_empty(experts, settings.rank, outputs)))
+            down, up = factor_names(settings, name)
+            rank = settings.gate_up_rank if down == SHARED_A else settings.rank
+            if not hasattr(self, down):
+                self.register_parameter(down, nn.Parameter(matrix.new_empty(experts, inputs, rank)))
+            self.register_parameter(up, nn.Parameter(matrix.new_empty(experts, rank, outputs)))
 
     @staticmethod
-    def product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
+    def product(
+        experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor, shared: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
         """Map x [rows, in] to [rows, out]. Rows are sorted by expert and end at `ends` [experts]."""
-        if experts.settings.is_disabled:
-            return Experts.product(experts, name, x, ends)
-        inner = Experts.product(experts, f"lora_A_{name}", x, ends) * experts.settings.scale
-        return Experts.product(experts, name, x, ends) + Experts.product(experts, f"lora_B_{name}", inner, ends)
+        plain, settings = Experts.product(experts, name, x, ends, shared), experts.settings
+        if settings.is_disabled or name not in settings.matrices:
+            return plain
+        down, up = factor_names(settings, name)
+        if down not in shared:
+            shared[down] = Experts.product(experts, down, x, ends, shared) * settings.scale
+        return plain + Experts.product(experts, up, shared[down], ends, shared)
 
     def parameter_init(self, name: str) -> Init | None:
         if name.startswith("lora_A_"):
@@ -192,8 +212,17 @@ class LowRankExperts(Experts):
 
     def merged_weight(self, name: str, value: torch.Tensor) -> torch.Tensor:
         """Return `value`, the matrices [experts, in, out], with the learned products added."""
-        down, up = getattr(self, f"lora_A_{name}"), getattr(self, f"lora_B_{name}")
+        down, up = (getattr(self, factor) for factor in factor_names(self.settings, name))
         return add_product(value, down, up, self.settings.scale)
+
+
+SHARED_A = f"lora_A_{GATE_UP}"
+
+
+def factor_names(settings: LoRASettings, matrix: str) -> tuple[str, str]:
+    """Return the names of A and B of a matrix of experts."""
+    is_shared = settings.gate_up_rank and matrix != "w2"
+    return SHARED_A if is_shared else f"lora_A_{matrix}", f"lora_B_{matrix}"
 
 
 class LowRank(Adapter):
@@ -280,7 +309,11 @@ class LowRank(Adapter):
             )
         module.__class__ = new_class
         scale = 1.0 if options.train_scaling else lora_scale(options)
-        module.add_low_rank_parameters(LoRASettings(options.rank, scale, options.train_scaling, options.lora_only))
+        settings = LoRASettings(options.rank, scale, options.train_scaling, options.lora_only)
+        if is_stack:
+            matrices = (matrix for matrix in expert_matrices(name, options) if getattr(module, matrix) is not None)
+            settings.matrices, settings.gate_up_rank = tuple(matrices), options.gate_up_rank
+        module.add_low_rank_parameters(settings)
         if options.dropout:
             module.dropout = Dropout(options.dropout, dropout_key(name))
 
@@ -304,10 +337,6 @@ def linear_shape(module: nn.Module) -> tuple[int, int]:
 def dropout_key(name: str) -> int:
     """Return a number for a linear within its layer, which makes its random draws distinct."""
     return crc32(name.removeprefix(f"layers.{layer_of(name)}.").encode())
-
-
-def lora_scale(options: Options) -> float:
-    return options.alpha / (options.rank**0.5 if options.rslora else options.rank)
 
 
 def add_product(

@@ -1,7 +1,7 @@
 """Low-rank adapters in the layout of the library peft: adapter_config.json and adapter_model.safetensors.
 
-Names are from the Hugging Face model. If it orders the rows of a matrix differently, the rows of B follow. A stack
-of experts becomes one pair of matrices per expert.
+Names are from the Hugging Face model. If it orders the rows of a matrix differently, the rows of B follow. Pairs of
+experts: peft_experts.py.
 
 Several of our matrices can be one matrix in Hugging Face, as queries, keys and values of GPT-2 are. Here each has its
 own pair A, B. They are saved as one pair with the sum of their ranks: the A stacked, the B as diagonal blocks.
@@ -10,13 +10,31 @@ A pair that was trained on the joint matrix is read as several pairs with the sa
 
 import json
 import logging
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from torchtitan.adapters.peft_config import CONFIG, PER_MODULE_KEYS, WEIGHTS, config_entries, mismatches, read_config
+from torchtitan.adapters.peft_config import (
+    CONFIG,
+    PER_MODULE_KEYS,
+    WEIGHTS,
+    config_entries,
+    mismatches,
+    read_config,
+)
+from torchtitan.adapters.peft_experts import (
+    PREFIX,
+    A,
+    B,
+    Tensors,
+    is_of_experts,
+    pair_of_stack,
+    read_stack,
+    stack_singles,
+    stacks_with_pairs,
+)
 from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
@@ -94,28 +112,21 @@ def _cut(tensor: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor
     return tensor.chunk(parts, dim)[index] if tensor.shape[dim] % parts == 0 else tensor
 
 
-PREFIX = "base_model.model."
-_ENDINGS = {"lora_A": "lora_A.weight", "lora_B": "lora_B.weight", "lora_magnitude": "lora_magnitude_vector"}
-
-Tensors = dict[str, torch.Tensor]
+_ENDINGS = {"lora_A": A, "lora_B": B, "lora_magnitude": "lora_magnitude_vector"}
 
 
 def to_peft(state: Mapping[str, torch.Tensor], form: TensorMap) -> Tensors:
     """Convert full adapter tensors by our names to peft's names and layout."""
     peft_tensors: Tensors = {}
-    for name, value in state.items():
-        module, kind, matrix = _split(name)
-        weight = f"{module}.{matrix or 'weight'}"
-        peft_names = [PREFIX + hf_name.removesuffix("weight") + _ENDINGS[kind] for hf_name in _hf_names(weight, form)]
-        if matrix:
-            peft_tensors |= {
-                peft_name: part.t().contiguous() for peft_name, part in zip(peft_names, value, strict=True)
-            }
-        elif len(joined_weights := form.joined_names(weight)) > 1:
-            peft_tensors[peft_names[0]] = join_tensors(state, kind, joined_weights, form)
+    for stack in stacks_with_pairs(state.keys(), form):
+        peft_tensors |= pair_of_stack(state, stack)
+    for name in _of_linears(state):
+        value, (weight, kind, peft_name) = state[name], _peft_name(name, form)
+        if len(joined_weights := form.joined_names(weight)) > 1:
+            peft_tensors[peft_name] = join_tensors(state, kind, joined_weights, form)
         else:
             reordered = kind != "lora_A" and form.is_reordered(weight)
-            peft_tensors[peft_names[0]] = (form.rows_to_hf(weight, value) if reordered else value).contiguous()
+            peft_tensors[peft_name] = (form.rows_to_hf(weight, value) if reordered else value).contiguous()
     return peft_tensors
 
 
@@ -123,30 +134,27 @@ def from_peft(
     peft_tensors: Mapping[str, torch.Tensor], form: TensorMap, shapes: Mapping[str, tuple[int, ...]]
 ) -> Tensors:
     """Convert peft's tensors to ours, which have these names and shapes. Raises JobError listing all misfits."""
-    ours, peft_names, faults = {}, {}, []
-    for name in shapes:
-        module, kind, matrix = _split(name)
-        endings = [
-            hf_name.removesuffix("weight") + _ENDINGS[kind]
-            for hf_name in _hf_names(f"{module}.{matrix or 'weight'}", form)
-        ]
-        peft_names[name] = [PREFIX + peft_name for peft_name in endings]
-    expected = {peft_name for names in peft_names.values() for peft_name in names}
+    ours, faults, stacks = Tensors(), list[str](), [*stacks_with_pairs(shapes.keys(), form)]
+    peft_tensors = dict(peft_tensors)
+    for stack in stacks:
+        peft_tensors = stack_singles(peft_tensors, stack, form)
+    expected = {stack.key + ending for stack in stacks for ending in (A, B)}
+    expected |= {_peft_name(name, form)[2] for name in _of_linears(shapes)}
     faults += [f"it lacks {peft_name}" for peft_name in sorted(expected - peft_tensors.keys())]
     faults += [f"it also holds {peft_name}" for peft_name in sorted(peft_tensors.keys() - expected)]
-    for name, shape in shapes.items() if not faults else ():
-        module, kind, matrix = _split(name)
-        parts = [peft_tensors[peft_name] for peft_name in peft_names[name]]
-        if matrix:
-            value = torch.stack([part.t() for part in parts]) if len({part.shape for part in parts}) == 1 else parts[0]
-        elif len(joined_weights := form.joined_names(f"{module}.weight")) > 1:
-            value = extract_tensor(parts[0], name, shape, joined_weights, shapes, form)
-        else:
-            reordered = kind != "lora_A" and form.is_reordered(f"{module}.weight")
-            (value,) = parts
-            value = form.rows_from_hf(f"{module}.weight", value) if reordered and value.shape == shape else value
+    for stack in stacks if not faults else ():
+        tensors, fault = read_stack(peft_tensors, stack, shapes)
+        ours |= tensors
+        faults += [fault] * bool(fault)
+    for name in _of_linears(shapes) if not faults else ():
+        shape, (weight, kind, peft_name) = shapes[name], _peft_name(name, form)
+        value = peft_tensors[peft_name]
+        if len(joined_weights := form.joined_names(weight)) > 1:
+            value = extract_tensor(value, name, shape, joined_weights, shapes, form)
+        elif kind != "lora_A" and form.is_reordered(weight) and value.shape == shape:
+            value = form.rows_from_hf(weight, value)
         if tuple(value.shape) != shape:
-            faults.append(f"{peft_names[name][0]} makes {name} of {tuple(value.shape)}, the job's is {shape}")
+            faults.append(f"{peft_name} makes {name} of {tuple(value.shape)}, the job's is {shape}")
         ours[name] = value
     if faults:
         more = f"; and {len(faults) - 5} more" if len(faults) > 5 else ""
@@ -158,30 +166,44 @@ def from_peft(
 
 def peft_config(options: Options, names: list[str], form: TensorMap, base: str) -> dict[str, Any]:
     """Return peft's config for an adapter with these names (ours); `base`: path of its model."""
-    modules: dict[str, int] = {}  # module in Hugging Face -> number of our pairs joined in it
-    transposed = False
-    for module, _, matrix in map(_split, names):
-        weight = f"{module}.{matrix or 'weight'}"
+    ranks: dict[str, int] = {}  # of each module or parameter in Hugging Face
+    transposed, parameters = False, list[str]()
+    for name in _of_linears(names):
+        weight, _, _ = _peft_name(name, form)
         transposed |= form.is_transposed(weight)
         joined_weights = form.joined_names(weight)
-        for hf_name in _hf_names(weight, form):
-            modules[hf_name.removesuffix(".weight")] = (
-                len(adapted_modules(joined_weights, names)) if len(joined_weights) > 1 else 1
-            )
-    ranks = {module: options.rank * number for module, number in modules.items() if number > 1}
+        number = len(adapted_modules(joined_weights, names)) if len(joined_weights) > 1 else 1
+        module = form.hf_names(weight)[0].removesuffix(".weight")
+        if options.kind != "dora" and module.rpartition(".")[2] in _names_of_experts(form):
+            module += ".weight"
+            parameters.append(module)
+        ranks[module] = options.rank * number
+    modules = [module for module in ranks if module not in parameters]
+    for stack in stacks_with_pairs(names, form):
+        parameters.append(stack.parameter)
+        ranks[stack.parameter] = options.gate_up_rank if stack.shares_a else options.rank * len(stack.adapted)
+    parts = {module: rank / options.rank for module, rank in ranks.items() if rank != options.rank}
     name, commit = name_and_commit(base)
-    alphas = {m: options.alpha * (n**0.5 if options.rslora else n) for m, n in modules.items() if n > 1}
     return config_entries(options) | {
         "task_type": "CAUSAL_LM",
         "base_model_name_or_path": name,
         "revision": commit,
-        "lora_dropout": options.dropout,
-        "target_modules": list(modules),
-        "rank_pattern": ranks,
-        "alpha_pattern": alphas,
+        "lora_dropout": 0.0 if parameters else options.dropout,  # of a parameter's input peft drops nothing
+        "target_modules": modules,
+        **({"target_parameters": list(dict.fromkeys(parameters))} if parameters else {}),
+        "rank_pattern": {module: ranks[module] for module in parts},
+        "alpha_pattern": {module: options.alpha * (n**0.5 if options.rslora else n) for module, n in parts.items()},
         "fan_in_fan_out": transposed,
         "inference_mode": True,
     }
+
+
+def _names_of_experts(form: TensorMap) -> set[str]:
+    """Return names of linears in the folder's experts, if each has its own.
+
+    peft takes targets of these names for the stacks of experts; as parameters it takes them for what they are.
+    """
+    return {name.split(".")[-2] for name in form.layer_names.values() if ".experts.*." in name}
 
 
 def save(folder: Path, state: Mapping[str, torch.Tensor], options: Options, form: TensorMap, base: str = "") -> None:
@@ -192,13 +214,7 @@ def save(folder: Path, state: Mapping[str, torch.Tensor], options: Options, form
     """
     from safetensors.torch import save_file
 
-    if any(_split(name)[2] for name in state):
-        logger.warning(
-            "adapters of single experts: transformers 5 stacks experts, and peft then applies such pairs in some "
-            "models (Mixtral), refuses them in others, or ignores them beside adapters of other layers; compare the "
-            "logits, or write the whole model (torchtitan export --merge)"
-        )
-    if any(_split(name)[0].endswith(".ssm_out") for name in state):
+    if any(name.rpartition(".")[0].endswith(".ssm_out") for name in state):
         logger.warning(
             "adapters of *ssm_out: peft refuses them, as kernels of Mamba would not apply them; leave them out of "
             "adapter.target, or write the whole model (torchtitan export --merge)"
@@ -214,7 +230,9 @@ def load(folder: Path, options: Options, form: TensorMap, shapes: Mapping[str, t
     from safetensors.torch import load_file
 
     job_config = peft_config(options, list(shapes), form, "")
-    if reasons := list(mismatches(read_config(folder), options, {key: job_config[key] for key in PER_MODULE_KEYS})):
+    modules = [*job_config["target_modules"], *job_config.get("target_parameters", ())]
+    config = _with_names(read_config(folder), modules)
+    if reasons := list(mismatches(config, options, {key: job_config[key] for key in PER_MODULE_KEYS})):
         raise JobError(f"{folder / CONFIG}: {'; '.join(reasons)}")
     try:
         require_file(folder / WEIGHTS, missing_ok=True)
@@ -235,18 +253,28 @@ def load(folder: Path, options: Options, form: TensorMap, shapes: Mapping[str, t
         raise JobError(f"{folder}: {error}") from None
 
 
-def _hf_names(weight: str, form: TensorMap) -> list[str]:
-    """Return the Hugging Face names of a weight. Raises JobError for experts that are stacked there too."""
-    if not weight.endswith(".weight") and not form.is_stacked(weight):
-        raise JobError(
-            f"{weight}: peft's layout has no pair for each matrix of experts that Hugging Face stacks; write the whole "
-            "model (torchtitan export --merge), or leave experts out of adapter.target"
-        )
-    return form.hf_names(weight)
+def _of_linears(names: Iterable[str]) -> list[str]:
+    return [name for name in names if not is_of_experts(name)]
 
 
-def _split(name: str) -> tuple[str, str, str]:
-    """Split a parameter's name into module, kind of tensor, and the matrix of the experts it belongs to, or ""."""
+def _peft_name(name: str, form: TensorMap) -> tuple[str, str, str]:
+    """Return the weight that a tensor of ours adapts, the tensor's kind, and peft's name of it."""
     module, _, kind = name.rpartition(".")
-    matrix = next((expert_matrix for expert_matrix in ("w1", "w2", "w3") if kind.endswith(f"_{expert_matrix}")), "")
-    return module, kind.removesuffix(f"_{matrix}") if matrix else kind, matrix
+    weight = f"{module}.weight"
+    return weight, kind, PREFIX + form.hf_names(weight)[0].removesuffix("weight") + _ENDINGS[kind]
+
+
+def _with_names(config: Mapping[str, Any], names: Sequence[str]) -> dict[str, Any]:
+    r"""Return the config with the names that a key ".*\\.last_part" of PER_MODULE_KEYS stands for in its place.
+
+    peft writes such keys when it reads pairs of single experts.
+    """
+    expanded = dict(config)
+    for key in PER_MODULE_KEYS:
+        entries = config.get(key)
+        for pattern, value in entries.items() if isinstance(entries, dict) else ():
+            last_part = pattern.removeprefix(r".*\.")
+            if last_part != pattern and (matching := [name for name in names if name.endswith(f".{last_part}")]):
+                entries_left = {k: v for k, v in expanded[key].items() if k != pattern}
+                expanded[key] = entries_left | dict.fromkeys(matching, value)
+    return expanded

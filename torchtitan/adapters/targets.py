@@ -4,20 +4,24 @@ It does not import torch: `torchtitan check` calls it with the sizes of a model,
 """
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from fnmatch import fnmatchcase
 from typing import NamedTuple
 
 from torchtitan.adapters import NONE, spec_of
 from torchtitan.config.sections.model import Adapter as Options
-from torchtitan.models.sizes import HEAD
+from torchtitan.models.sizes import HEAD, STACK
 
 ALL_LINEAR = "all-linear"
 """A target that matches every linear but the head, as every token's loss goes through that one."""
 
 
 EXPERTS = "experts"
+EXPERT_MATRICES = ("w1", "w2", "w3")
+"""Names of the matrices of experts: gate, down and up."""
+GATE_UP = "w13"
+"""Part of the name of an A that w1 and w3 share."""
 QUANTIZED_MULTIPLES = {"qlora": 16, "lora_int8": 1}
 """Kinds that quantize the base matrices -> number that their inputs have to be a multiple of."""
 LARGEST_BLOCK, SMALLEST_BLOCK = 64, QUANTIZED_MULTIPLES["qlora"]
@@ -54,6 +58,20 @@ def target_linears(linears: Iterable[str], options: Options) -> list[str]:
     ]
 
 
+def expert_matrices(stack: str, options: Options) -> tuple[str, ...]:
+    """Return the matrices of a stack of experts that the options select: all, or those that patterns end with."""
+    return tuple(
+        matrix
+        for matrix in EXPERT_MATRICES
+        if any(_matches(stack, pattern) and matrix_of(pattern) in ("", matrix) for pattern in options.target)
+    )
+
+
+def lora_scale(options: Options) -> float:
+    """Return the factor of the product of B and A."""
+    return options.alpha / (options.rank**0.5 if options.rslora else options.rank)
+
+
 def misfits(linears: Mapping[str, tuple[int, int]], options: Options) -> Iterator[Misfit]:
     """Yield the options that do not fit a model; `linears`: name -> outputs, inputs."""
     available = ", ".join(with_wildcards(linears))
@@ -70,6 +88,7 @@ def misfits(linears: Mapping[str, tuple[int, int]], options: Options) -> Iterato
     if not chosen and not unmatched and not beyond:
         yield Misfit("adapter.target", f"at least one of {available}", "nothing would have an adapter")
     stacks = [name for name in chosen if is_expert_stack(name)]
+    yield from _gate_up_misfits(linears, stacks, options)
     if options.train_scaling and stacks:
         allowed = f"false with {', '.join(with_wildcards(stacks))} in adapter.target"
         yield Misfit("adapter.train_scaling", allowed, "stacks of experts have no trained scale: leave these out")
@@ -108,6 +127,21 @@ def misfits(linears: Mapping[str, tuple[int, int]], options: Options) -> Iterato
             )
 
 
+def _gate_up_misfits(
+    linears: Mapping[str, tuple[int, int]], stacks: Sequence[str], options: Options
+) -> Iterator[Misfit]:
+    if not options.gate_up_rank:
+        return
+    if any({"w1", "w3"} - {*expert_matrices(stack, options)} for stack in stacks) or not stacks:
+        reason = "it is the rank of the A that both share"
+        yield Misfit("adapter.gate_up_rank", "0 without w1 and w3 of experts in adapter.target", reason)
+        return
+    largest = min(min(inputs, 2 * outputs) for outputs, inputs in (linears[stack] for stack in stacks))
+    if options.gate_up_rank > largest:
+        allowed = f"at most {largest}, the smaller side of gate and up together"
+        yield Misfit("adapter.gate_up_rank", allowed, "a higher rank adds nothing")
+
+
 def quantization_block(inputs: int) -> int:
     """Return how many weights form a quantization block: the largest of 64, 32 and 16 that divides `inputs`, or 0.
 
@@ -139,7 +173,13 @@ def layer_of(name: str) -> int | None:
     return next((int(part) for part in name.split(".") if part.isdecimal()), None)
 
 
+def matrix_of(pattern: str) -> str:
+    """Return the matrix of experts that a pattern ends with, as "*moe.experts.w2" does, or ""."""
+    stack, _, matrix = pattern.rpartition(".")
+    return matrix if matrix in EXPERT_MATRICES and stack.endswith(STACK) else ""
+
+
 def _matches(name: str, pattern: str) -> bool:
     if pattern == ALL_LINEAR:
         return layer_of(name) is not None
-    return fnmatchcase(name, pattern)
+    return fnmatchcase(name, pattern.rpartition(".")[0] if matrix_of(pattern) else pattern)

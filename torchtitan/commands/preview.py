@@ -116,9 +116,7 @@ class View:
         lines = ["", self._paint(HEAD, f"{head}, {sum(trained)} of {len(labels)} labels trained")]
         # a token is the label of the previous or the same position, or the whole sample has one label
         always = [True] * len(tokens)
-        has_loss = {"next": [False, *trained[:-1]], "same": trained, "classes": always, "ends": trained}[
-            self.labels
-        ]
+        has_loss = {"next": [False, *trained[:-1]], "same": trained, "classes": always, "ends": trained}[self.labels]
         start = 0
         for document, group in groupby(documents):
             stop = start + len(list(group))

@@ -8,9 +8,9 @@ from pathlib import Path
 from torchtitan.adapters import ADAPTERS, COMMON_OPTIONS, NONE, RULE_CHECKED_OPTIONS, peft_config, spec_of
 from torchtitan.adapters.targets import (
     QUANTIZED_MULTIPLES,
-    is_expert_stack,
     layer_of,
     linear_adapter_options,
+    matrix_of,
     misfits,
     quantization_block,
     target_linears,
@@ -40,6 +40,17 @@ def adapter_fits_the_model(facts: Facts) -> Iterator[Fault]:
     if options.relora.every is not None and adapts_tied_head:
         reason = "a restart would merge the head's adapter into the embedding too: leave output out of adapter.target"
         yield facts.fault("adapter.relora.every", "unset with an adapter on a tied head", reason)
+
+
+def experts_have_a_gate(facts: Facts) -> Iterator[Fault]:
+    """Require that options on w3 of experts are for a model whose experts have it."""
+    options, args = linear_adapter_options(facts.config.adapter), facts.model.args
+    if options is None or getattr(args, "gated_experts", True):
+        return
+    if options.gate_up_rank:
+        yield facts.fault("adapter.gate_up_rank", "0 for experts without a gate", "leave it out")
+    if patterns := [pattern for pattern in options.target if matrix_of(pattern) == "w3"]:
+        yield facts.fault("adapter.target", "w1 and w2 of experts, which have no gate", f'drop "{patterns[0]}"')
 
 
 def packs_divide_over_tensor_parallel(facts: Facts) -> Iterator[Fault]:
@@ -151,14 +162,6 @@ def adapter_folders_fit(facts: Facts) -> Iterator[Fault]:
         if options.last_save_in_peft and getattr(options, name):
             remedy = "its folder can only hold low-rank matrices; keep checkpoints, or merge the adapter"
             yield facts.fault("adapter.last_save_in_peft", f"false with adapter.{name}", remedy)
-    linear_options = linear_adapter_options(options)
-    if linear_options is None or not getattr(facts.model.args, "stacked_in_folders", False):
-        return
-    if any(map(is_expert_stack, target_linears(linears(facts.model.args), linear_options))):
-        for name, off in (("last_save_in_peft", "false"), ("initial_path", "unset")):
-            if getattr(options, name):
-                remedy = "peft has no pairs for each matrix of stacked experts; leave it or the experts out"
-                yield facts.fault(f"adapter.{name}", f"{off} with experts in adapter.target", remedy)
 
 
 def _adapter_is_of_this_kind(facts: Facts, folder: Path) -> Iterator[Fault]:
@@ -303,6 +306,7 @@ def options_of_adapters_are_read(facts: Facts) -> Iterator[Fault]:
 
 RULES: tuple[Rule, ...] = (
     adapter_fits_the_model,
+    experts_have_a_gate,
     packs_divide_over_tensor_parallel,
     adapter_alone_has_its_model,
     adapter_folders_fit,

@@ -190,8 +190,11 @@ class Adapter:
     """Drop the original matrices of the targets and compute with A and B alone, to train a low-rank model from
     scratch."""
     target: list[str] = field(default_factory=lambda: ["*attn*", "*attention*", "*mlp*", "*feed_forward*"])
-    """Names of the linear layers and stacks of experts that get low-rank matrices; * matches anything. "all-linear":
-    all linear layers of the blocks."""
+    """Names of the linear layers and stacks of experts that get low-rank matrices, or of single matrices of experts
+    (*moe.experts.w2); * matches anything. "all-linear": all linear layers of the blocks."""
+    gate_up_rank: NonNegative = 0
+    """Rank of one pair for gate and up of each expert together, with an A for both, as peft has for transformers'
+    stacks. 0: a pair of the usual rank for each."""
     lr_ratio_b: Annotated[float, Field(gt=0)] = 1.0
     """Ratio of the learning rates of B and A (LoRA+, arXiv:2402.12354, which recommends about 16)."""
     initial_path: Place | None = None

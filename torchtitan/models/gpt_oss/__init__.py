@@ -47,7 +47,6 @@ class GptOssArgs(GroupedMoEArgs):
 
     sinks: ClassVar = True
     moe_biases: ClassVar = True
-    stacked_in_folders: ClassVar = True
     mean_aux_loss: ClassVar = True
 
     def __post_init__(self) -> None:

@@ -59,7 +59,6 @@ class Granite4MoEArgs(HybridArgs, GroupedMoEArgs):
     n_shared_experts: int = 2  # as one feed-forward
     normalize_top_k: bool = True
     mean_aux_loss: ClassVar = True
-    stacked_in_folders: ClassVar = True
 
 
 _micro: dict[str, Any] = dict(n_layers=40, ffn_dim=8192, head_dim=64, attention_multiplier=0.015625)

@@ -56,6 +56,16 @@ STACKS = {
     "mlp.experts.*.gate_proj.weight": "mlp.experts.gate_up_proj",
     "mlp.experts.*.up_proj.weight": "mlp.experts.gate_up_proj",
     "mlp.experts.*.down_proj.weight": "mlp.experts.down_proj",
+    "block_sparse_moe.input_linear.weight": "block_sparse_moe.experts.gate_up_proj",
+    "block_sparse_moe.output_linear.weight": "block_sparse_moe.experts.down_proj",
+    "block_sparse_moe.experts.*.w1.weight": "mlp.experts.gate_up_proj",
+    "block_sparse_moe.experts.*.w3.weight": "mlp.experts.gate_up_proj",
+    "block_sparse_moe.experts.*.w2.weight": "mlp.experts.down_proj",
+    "feed_forward.experts.*.w1.weight": "feed_forward.experts.gate_up_proj",
+    "feed_forward.experts.*.w3.weight": "feed_forward.experts.gate_up_proj",
+    "feed_forward.experts.*.w2.weight": "feed_forward.experts.down_proj",
+    "mixer.experts.*.up_proj.weight": "mixer.experts.up_proj",
+    "mixer.experts.*.down_proj.weight": "mixer.experts.down_proj",
 }
 """Names of single experts' matrices -> those in the memory of transformers 5, and in some folders: [experts, out, in],
 with the rows of all gates before those that they multiply."""
@@ -149,7 +159,9 @@ class TensorMap:
     def with_stacks(self) -> "TensorMap":
         """Return the names and layouts in a folder that stacks experts (STACKS), which is read but not written."""
         stacks = {name for name, hf_name in self.layer_names.items() if hf_name in STACKS}
+        router = "block_sparse_moe.gate.weight"  # of Mixtral
         names = {name: STACKS.get(hf_name, hf_name) for name, hf_name in self.layer_names.items()}
+        names = {name: "mlp.gate.weight" if hf_name == router else hf_name for name, hf_name in names.items()}
         return replace(self, layer_names=names, stacks=frozenset(stacks), _ours={})
 
     def joined_names(self, name: str) -> list[str]:

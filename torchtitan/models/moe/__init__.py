@@ -62,8 +62,6 @@ class MoEArgs:
     """True if the router and each matrix of an expert have a bias."""
     gated_experts: ClassVar = True
     """False if experts have two matrices, and the square of relu between them."""
-    stacked_in_folders: ClassVar = False
-    """True if Hugging Face stacks the matrices of experts, for which peft's layout has no pairs."""
     weight_eps: ClassVar = 1e-20
     """Added to the sum of a token's weights, by which normalize_top_k divides them."""
     swiglu_limit = 0.0

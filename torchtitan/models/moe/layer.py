@@ -78,17 +78,23 @@ class Experts(nn.Module):
     def forward(self, xs: torch.Tensor, sizes: torch.Tensor) -> torch.Tensor:
         """xs [R, D] sorted by expert, and sizes [E], the integer number of rows of each expert with sum R -> [R, D]."""
         ends = sizes.cumsum(0).to(torch.int32)
+        shared: dict[str, torch.Tensor] = {}
 
         def product(name: str, x: torch.Tensor) -> torch.Tensor:
-            y, bias = self.product(self, name, x, ends), getattr(self, f"{name}_bias")
+            y, bias = self.product(self, name, x, ends, shared), getattr(self, f"{name}_bias")
             return y if bias is None else _AddBias.apply(y, bias.to(y.dtype), ends)
 
         inner = [product(name, xs) for name in ("w1", "w3") if getattr(self, name) is not None]
         return product("w2", self.gated(*inner))
 
     @staticmethod  # `experts` may be a stand-in with a rank's weights; the compiler cannot bind methods to it
-    def product(experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor) -> torch.Tensor:
-        """Multiply x [R, I] by the matrices of that name -> [R, O], split into experts by `ends` [E], int32."""
+    def product(
+        experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor, shared: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Multiply x [R, I] by the matrices of that name -> [R, O], split into experts by `ends` [E], int32.
+
+        `shared`: what the products of one forward share, by name; empty at first.
+        """
         w = getattr(experts, name)
         dtype = autocast_dtype(x.device.type)  # autocast covers matrix products, but not grouped ones
         return grouped_mm(x, w, ends) if dtype is None else grouped_mm(x.to(dtype), w.to(dtype), ends)

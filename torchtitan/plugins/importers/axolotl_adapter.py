@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.adapters.targets import ALL_LINEAR
-from torchtitan.plugins.importers.adapter_targets import add_targets
+from torchtitan.plugins.importers.adapter_targets import PARAMETERS, add_targets
 from torchtitan.plugins.importers.axolotl_names import unfrozen
 from torchtitan.plugins.importers.axolotl_options import HALF_TYPES
 from torchtitan.plugins.importers.translation import BFLOAT16_INSTEAD, JobDraft, Options
@@ -16,7 +16,8 @@ VOCABULARY_MODULES = ("embed_tokens", "lm_head")
 PRUNE_RATIO = 0.999
 """Fraction of the moments of A and B that a restart prunes."""
 TARGETS = "lora_target_modules"
-ADAPTER_OPTIONS = (TARGETS, "lora_modules_to_save", "relora_steps", "relora", "jagged_restart_steps", "peft_use_dora")
+ADAPTER_OPTIONS = (TARGETS, PARAMETERS, "lora_modules_to_save", "relora_steps", "relora", "jagged_restart_steps")
+ADAPTER_OPTIONS += ("peft_use_dora",)
 NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "load_in_4bit": True}
 """The 4-bit options of bitsandbytes with the only supported values."""
 
@@ -96,7 +97,8 @@ class AdapterTranslation:
         if not isinstance(modules, str | list) or any(not isinstance(name, str) for name in modules):
             self.refuse(TARGETS, modules, "a list of texts, or a regex")
             return
-        if not (modules or all_linear):
+        parameters = self.options[PARAMETERS] or []
+        if not (modules or all_linear or parameters):
             self.refuse(TARGETS, None, "names of linear layers, or lora_target_linear: true")
             return
         if is_regex and "adapter.layers" in self.values:
@@ -104,9 +106,12 @@ class AdapterTranslation:
             return
         quantizer = "Axolotl" if self.options["load_in_4bit"] or self.options["load_in_8bit"] else ""
         folder = self.options["base_model"]
-        targets = add_targets(self.draft, TARGETS, modules, all_linear, folder, full_modules, quantizer)
+        targets = add_targets(self.draft, TARGETS, modules, all_linear, folder, full_modules, quantizer, parameters)
         if targets is None:
             return
+        if (parameters or targets.renamed) and (layers := self.values.get("adapter.layers")):
+            allowed = "nothing with experts among the targets"
+            self.refuse("peft_layers_to_transform", layers, allowed, "peft adapts those of all layers")
         if included := [name for name in modules if all_linear and name not in targets.unmatched]:
             self.note(f"lora_target_linear includes {', '.join(included)}")
 

@@ -92,7 +92,6 @@ SMALLER = _note("any", "it takes less memory there and changes no result")
 RAY = _note("any", "torchtitan train starts the ranks")
 ONLINE = "training on answers that the model generates and a reward are not supported"
 STEPWISE = "reward models of single steps are not supported"
-SHARED_A = 'peft gives gate and up of an expert one A; adapter.target = ["*moe.experts"] gives each matrix its own pair'
 SCORES = "answers are not scored in a run: torchtitan evaluate --tasks does it, and validation.generated shows some"
 ALWAYS_SKIPPED = "no service is asked; metrics.trackers names trackers"
 
@@ -198,7 +197,7 @@ ADAPTER: dict[str, Setting] = {
     "lora_r": Setting("int", to="adapter.rank"),
     "lora_alpha": Setting("float", to="adapter.alpha"),
     "lora_dropout": Setting("float", to="adapter.dropout"),
-    **same("lora_modules_to_save unfrozen_parameters", Setting("words")),
+    **same("lora_modules_to_save lora_target_parameters unfrozen_parameters", Setting("words")),
     "lora_target_modules": Setting("any"),
     **same("lora_target_linear peft_use_dora load_in_4bit load_in_8bit", Setting("bool")),
     "peft_layers_to_transform": Setting("list", to="adapter.layers"),
@@ -219,7 +218,6 @@ ADAPTER: dict[str, Setting] = {
     "quantize_moe_experts": _note(
         "bool", "not the same: weights of experts keep their exact values here, which takes more memory"
     ),
-    "lora_target_parameters": _refusal("list", SHARED_A),
     "gptq": _refusal("bool", "its library is no longer maintained; use adapter: qlora"),
     "gptq_disable_exllama": _note("bool", "GPTQ is not supported"),
 }

@@ -14,7 +14,7 @@ from torchtitan.config.options import hint
 from torchtitan.core import yaml_file
 from torchtitan.core.errors import JobError
 from torchtitan.models.hf.config import read_json
-from torchtitan.plugins.importers.adapter_targets import add_targets
+from torchtitan.plugins.importers.adapter_targets import PARAMETERS, RENAMED, add_targets
 from torchtitan.plugins.importers.axolotl_adapter import MODULES
 from torchtitan.plugins.importers.hf_model import add_model, config_of, weight_type
 from torchtitan.plugins.importers.hf_trainer import (
@@ -78,8 +78,7 @@ COMMON: dict[str, Setting] = {
     "lora_r": Setting("int", 16, least=1),
     "lora_alpha": Setting("float", 32.0),
     "lora_dropout": Setting("float", 0.05),
-    **same("lora_target_modules lora_modules_to_save", Setting("words")),
-    **refused("stacks of experts have no adapters", lora_target_parameters=None),
+    **same("lora_target_modules lora_target_parameters lora_modules_to_save", Setting("words")),
     **refused("only answers are learned by adapters here", lora_task_type="CAUSAL_LM"),
     **same("use_rslora use_dora load_in_8bit load_in_4bit use_bnb_nested_quant", Setting("bool", False)),
     "bnb_4bit_quant_type": Setting("text", "nf4", choices=("nf4",), reason="the only format of 4 bits here"),
@@ -365,11 +364,19 @@ class _Trl:
     def _targets(self, saved: Sequence[str], quantizer: str) -> None:
         """Translate the targets. peft takes a single one, which trl takes out of its list, for a regex."""
         names = [name for entry in self.options["lora_target_modules"] or [] for name in entry.split()]
-        names = names or list(PEFT_TARGETS.get(self.values["model.name"], ()))
+        parameters = [name for entry in self.options[PARAMETERS] or [] for name in entry.split()]
+        family = self.values["model.name"]
+        if not parameters or family not in RENAMED:
+            names = names or list(PEFT_TARGETS.get(family, ()))
         are_all = names == [ALL_LINEAR]
+        if are_all and family in RENAMED:
+            reason = "peft then adapts experts and routers too, which have no pair here"
+            self.refuse("lora_target_modules", ALL_LINEAR, "names in a model with experts", reason)
+            return
         is_regex = len(names) == 1 and NAME.fullmatch(names[0]) is None
         modules = [] if are_all else names[0] if is_regex else names
-        add_targets(self.draft, "lora_target_modules", modules, are_all, self.folder or "", saved, quantizer)
+        option, folder = "lora_target_modules", self.folder or ""
+        add_targets(self.draft, option, modules, are_all, folder, saved, quantizer, parameters)
 
 
 def _values(line: CommandLine, table: Mapping[str, Setting]) -> dict[str, Any]:
