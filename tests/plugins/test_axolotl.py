@@ -493,6 +493,21 @@ def test_unsupported_options_are_refused_unless_off(name):
     assert changes_by({name: off}, FULL) == ({}, "")
 
 
+@pytest.mark.parametrize(
+    "options, key",
+    [
+        ({"use_eaft": True, "eaft_alpha": 1.0, "eaft_k": 20}, "use_eaft"),
+        ({"lisa_n_layers": 4, "lisa_step_interval": 20, "lisa_layers_attribute": "model.layers"}, "lisa_n_layers"),
+        ({"ebft": {"mode": "strided"}, "rl": "ebft", "trl": {"beta": 1}, "vllm": {"a": 1}}, "ebft"),
+        ({"rl": "kto", "kto_desirable_weight": 0.2}, "rl"),
+        ({"process_reward_model": True, "num_labels": 2}, "process_reward_model"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_what_is_not_done_here_is_refused_in_one_line(options, key):
+    assert [fault.key for fault in import_config(FULL | options).faults] == [key]
+
+
 RESIZED = {"model.hf_folder": "llama-resized", "model.tokenizer_path": "llama-resized"}
 RESIZED |= {"checkpoint.initial_load_path": "llama-resized"}
 TRAINED_EMBEDDINGS = {

@@ -75,6 +75,14 @@ VALIDATION_OPTIONS = (
     *("load_best_model_at_end", "metric_for_best_model", "greater_is_better", "early_stopping_patience"),
     *("eval_table_size", "eval_table_max_new_tokens", "do_causal_lm_eval", "eval_causal_lm_metrics"),
 )
+CONSEQUENCES = {
+    "use_eaft": ("eaft_alpha", "eaft_k"),
+    "lisa_n_layers": ("lisa_step_interval", "lisa_layers_attribute"),
+    "ebft": ("rl", "trl", "vllm"),
+    "rl": ("kto_desirable_weight", "kto_undesirable_weight"),
+    "process_reward_model": ("num_labels",),
+}
+"""Options that name a thing that is not done here -> options that only belong to it: one of its lines is enough."""
 
 
 def read(line: CommandLine) -> JobDraft:
@@ -122,6 +130,9 @@ class _Axolotl:
         self.validation()
         self.memory()
         self.plan()
+        refused = {fault.key for fault in self.draft.faults}
+        consequences = {name for cause in CONSEQUENCES.keys() & refused for name in CONSEQUENCES[cause]}
+        self.draft.faults[:] = [fault for fault in self.draft.faults if fault.key not in consequences]
 
     def model(self) -> None:
         options, folder = self.options, self.options["base_model"]
