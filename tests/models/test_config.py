@@ -119,6 +119,7 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         (),
     ),
     "gemma": ((*DECODER, "head_dim"), ()),
+    "apertus": ((*DECODER, "head_dim"), DECODER[:1]),
     "arcee": ((*DECODER, "head_dim"), (DECODER[0], "head_dim")),
     "gemma2": (
         (*DECODER, "head_dim", "sliding_window", "query_pre_attn_scalar")

@@ -129,6 +129,7 @@ PUBLISHED = {
     | {"attn_layer_indices": None, "num_logits_to_keep": 1, "attention_dropout": 0.0, "rope_scaling": None}
     | {"time_step_limit": [0.0, float("inf")]},
     "gemma": {"hidden_activation": None, "rope_scaling": None, "attention_dropout": 0.0, "hidden_act": "gelu"},
+    "apertus": {"qk_norm": True, "post_norm": False, "hidden_dropout": 0.0, "mlp_bias": False, "use_cache": True},
     "arcee": {"attention_dropout": 0.0, "rope_scaling": None, "use_cache": True, "mlp_bias": False},
     "gemma2": {"cache_implementation": "hybrid", "hidden_act": "gelu_pytorch_tanh", "sliding_window_size": 5}
     | {"attention_dropout": 0.0},

@@ -600,6 +600,7 @@ def windows_of_some_layers() -> list[Combination]:
 
 GATED = ("falcon", "gemma2", "glm", "glm4", "granite", "olmo2", "olmo3", "phi", "phi3", "phi4", "seed_oss", "smollm3")
 GATED += ("stablelm", "arcee", "gemma", "gpt_neox", "starcoder2", "nemotron", "cohere", "cohere2", "hunyuan_v1_dense")
+GATED += ("apertus",)
 """Families that are a Llama with other options."""
 
 

@@ -47,6 +47,7 @@ MICRO_SIZES = {
     "gpt2": dict(ffn_dim=96, max_seq_len=32, dropout=0.25, attention_dropout=0.25),
     "falcon": dict(n_kv_heads=2, head_dim=16, rotary_dim=16, ffn_dim=96, norms=2, bias=True),
     "falcon_h1": MIXER | dict(ffn_dim=96, key_multiplier=2.0, ssm_x_multiplier=3.0, down_multiplier=0.5),
+    "apertus": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
     "arcee": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, mlp_bias=True),
     "gemma": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
     "gemma2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, query_scalar=24)

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from torchtitan.models.apertus import ApertusArgs
 from torchtitan.models.arcee import ArceeArgs
 from torchtitan.models.cohere import CohereArgs
 from torchtitan.models.deepseek import DeepseekArgs, YarnScaling
@@ -326,6 +327,8 @@ GATED = {
     "gemma biased, not tied": Gemma1Args(
         **_GATED | dict(dim=64), attention_bias=True, tied_embeddings=False, rope_scaling=SCALING
     ),
+    "apertus": ApertusArgs(**_GATED | dict(head_dim=12), rope_theta=5000.0, rope_scaling=SCALING),
+    "apertus biased": ApertusArgs(**_GATED, attention_bias=True, tied_embeddings=True, rope_scaling=None),
     "arcee": ArceeArgs(**_GATED | dict(head_dim=12), rope_theta=5000.0),
     "arcee biased": ArceeArgs(
         **_GATED, attention_bias=True, mlp_bias=True, tied_embeddings=True, rope_scaling=YARN_FACTOR

@@ -12,6 +12,7 @@ from typing import Any
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
+from torchtitan.models.apertus import FAMILY as APERTUS
 from torchtitan.models.arcee import FAMILY as ARCEE
 from torchtitan.models.cohere import COHERES
 from torchtitan.models.deepseek import FAMILY as DEEPSEEK
@@ -55,6 +56,7 @@ from torchtitan.models.starcoder2 import FAMILY as STARCODER2
 
 FAMILIES: dict[str, Family] = {
     **LLAMAS,
+    "apertus": APERTUS,
     "arcee": ARCEE,
     **COHERES,
     "deepseek": DEEPSEEK,

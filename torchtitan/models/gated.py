@@ -41,6 +41,7 @@ from torchtitan.models.hf.names import (
 )
 from torchtitan.models.layers import (
     MLP,
+    XIELU,
     GeGLU,
     HeadNorm,
     LayerNorm,
@@ -94,6 +95,8 @@ class GatedDecoder(Decoder):
         """Return Decoder's rule, with embeddings of standard deviation 1 after they are scaled."""
         if name.startswith("tok_embeddings.") and not self.args.tied_embeddings:
             return Normal(1 / self.args.embedding_multiplier)
+        if name.rpartition(".")[2] in XIELU.init_values:
+            return Constant(XIELU.init_values[name.rpartition(".")[2]])
         return Constant(0.0) if "norm" in name and self.args.zero_centered else super().init_rule(name)
 
     @staticmethod
@@ -143,20 +146,22 @@ ACTIVATIONS = {"gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
 def feed_forward_of(args: Any, bias: bool) -> nn.Module:
     if args.gate:
         return (GeGLU if args.activation == "gelu_tanh" else SwiGLU)(args.dim, args.ffn_dim, bias)
-    return MLP(args.dim, args.ffn_dim, ACTIVATIONS[args.activation], bias)
+    activation = XIELU() if args.activation == "xielu" else ACTIVATIONS[args.activation]
+    return MLP(args.dim, args.ffn_dim, activation, bias)
 
 
 QK_NORM = "attention.[qk]_norm"
 BY_HEAD = "attention.sinks"
+ACTIVATION = "feed_forward.activation"
 POST_NORMS = ("attention_post_norm", "ffn_post_norm")
 DROPOUTS = ("attention_dropout", "ffn_dropout")
 PLAN = replace(
     DECODER_PLAN,
     by_head=(BY_HEAD,),
-    replicated=(QK_NORM,),  # each rank norms its own heads
+    replicated=(QK_NORM, ACTIVATION),  # each rank has its own heads and features
     sequence=(*DECODER_PLAN.sequence, *POST_NORMS),
     keyed=DROPOUTS,
-    optional=(BY_HEAD, QK_NORM, "ffn_norm", *POST_NORMS, *DROPOUTS),
+    optional=(BY_HEAD, QK_NORM, ACTIVATION, "ffn_norm", *POST_NORMS, *DROPOUTS),
 )
 DROPPED_PLAN = replace(PLAN, with_embedding=("entrance",))
 """Of families with a size `embedding_dropout`."""

@@ -9,9 +9,10 @@ in each product. Weights, gradients and optimizer state keep their types.
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from fnmatch import fnmatchcase
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -151,10 +152,12 @@ def squared_relu(x: torch.Tensor) -> torch.Tensor:
 
 
 class ZeroedBuffers(nn.Module):
-    """A module that starts its own buffers at zero and keeps their dtype."""
+    """A module that starts its own buffers at zero, or at `first_values`, and keeps their dtype."""
+
+    first_values: Mapping[str, float] = MappingProxyType({})
 
     def _apply(self, fn: Callable, recurse: bool = True) -> "ZeroedBuffers":
-        """Zero the buffers when they leave the meta device, since they have no init rule, and keep their dtype.
+        """Fill the buffers when they leave the meta device, since they have no init rule, and keep their dtype.
 
         In bfloat16, steps of a thousandth would be rounded away.
         """
@@ -163,10 +166,63 @@ class ZeroedBuffers(nn.Module):
         for name, old in before.items():
             new = getattr(self, name)
             if old.is_meta and not new.is_meta:
-                setattr(self, name, torch.zeros_like(old, device=new.device))
+                value = self.first_values.get(name, 0.0)
+                setattr(self, name, torch.full_like(old, value, device=new.device))
             elif new.dtype != old.dtype:
                 setattr(self, name, old.to(new.device))
         return self
+
+
+class XIELU(ZeroedBuffers):
+    """An activation with two parameters (arXiv:2411.13010), which transformers keeps with its two constants in folders.
+
+    With p = softplus(alpha_p) and n = beta + softplus(alpha_n) it is p x^2 + beta x for x > 0, and else
+    n (exp(min(x, eps)) - 1 - x) + beta x.
+    """
+
+    first_values = MappingProxyType({"beta": 0.5, "eps": -1e-6})
+    init_values = MappingProxyType({"alpha_p": math.log(math.expm1(0.8)), "alpha_n": math.log(math.expm1(0.3))})
+    """Of the parameters, for p = n = 0.8."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.alpha_p, self.alpha_n = nn.Parameter(torch.empty(1)), nn.Parameter(torch.empty(1))
+        for name, value in self.first_values.items():
+            self.register_buffer(name, torch.tensor(value))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., N] -> [..., N]"""
+        wide = torch.promote_types(self.alpha_p.dtype, torch.float32)
+        p, n = (F.softplus(alpha.to(wide)).squeeze() for alpha in (self.alpha_p, self.alpha_n))
+        return _XIELU.apply(x, p, self.beta + n, self.beta, self.eps)
+
+
+class _XIELU(torch.autograd.Function):
+    """XIELU of x and the scalars p, n, beta and eps. It stores x alone."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, *scalars: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, *scalars)
+        p, n, beta, eps = scalars
+        y = x.clamp(max=eps).expm1_().sub_(x).mul_(n)
+        return torch.where(x > 0, (x * x).mul_(p), y).addcmul_(x, beta)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
+        """Return the gradients of x [..., N], p and n.
+
+        With g the gradient of the result they are g (2 p x + beta) for x > 0, else g (n (exp(x) - 1) + beta), without
+        exp(x) above eps; and the sums of g x^2 over x > 0, and of g (exp(min(x, eps)) - 1 - x) over the others.
+        """
+        x, p, n, beta, eps = ctx.saved_tensors
+        positive, of_p, of_n = x > 0, None, None
+        if ctx.needs_input_grad[1]:
+            of_p = (x * grad).mul_(x).masked_fill_(~positive, 0).sum(dtype=p.dtype)
+        if ctx.needs_input_grad[2]:
+            of_n = x.clamp(max=eps).expm1_().sub_(x).mul_(grad).masked_fill_(positive, 0).sum(dtype=p.dtype)
+        slope = x.expm1().masked_fill_(x > eps, -1).mul_(n)
+        of_x = torch.where(positive, x * (2 * p), slope).add_(beta).mul_(grad)
+        return of_x, of_p, of_n, None, None
 
 
 @torch.library.custom_op("torchtitan::add_once", mutates_args=("total",))

@@ -57,9 +57,9 @@ outputs of both alone (arXiv:2501.00656), or before both and of their outputs. I
 feed-forward both read the block's input: after one norm, or after one each."""
 
 
-Activation = Literal["silu", "gelu", "gelu_tanh", "relu_squared"]
+Activation = Literal["silu", "gelu", "gelu_tanh", "relu_squared", "xielu"]
 """Function of a feed-forward. gelu_tanh: the approximation of gelu by tanh (arXiv:1606.08415); relu_squared: the square
-of relu (arXiv:2109.08668)."""
+of relu (arXiv:2109.08668); xielu: with two parameters (arXiv:2411.13010)."""
 
 
 def check_positive(args: Any, *names: str) -> None:
@@ -123,6 +123,7 @@ Names = tuple[str, ...]
 NORMS: Names = ("attention_norm.weight", "ffn_norm.weight")
 QK_NORMS: Names = ("attention.q_norm.weight", "attention.k_norm.weight")
 SINKS = "attention.sinks.weight"
+ALPHAS: Names = ("feed_forward.activation.alpha_p", "feed_forward.activation.alpha_n")
 POST_NORMS: Names = ("attention_post_norm.weight", "ffn_post_norm.weight")
 ENDS: Names = ("tok_embeddings.weight", "norm.weight")
 """Names of parameters, other than linear layers, in a block and outside of the blocks."""
@@ -300,7 +301,8 @@ class GatedDecoderSizes:
 
     def other_sizes(self, layer: int) -> dict[str, int]:
         """Return the number of elements of each parameter of a block that is neither a matrix nor a bias of one."""
-        return self.norm_widths | ({SINKS: self.n_heads} if self.sinks else {})
+        sizes = self.norm_widths | ({SINKS: self.n_heads} if self.sinks else {})
+        return sizes | dict.fromkeys(ALPHAS if self.activation == "xielu" else (), 1)
 
     def biased_linears(self, layer: int) -> Sizes:
         """Return the linear layers of a layer with a bias."""

@@ -262,6 +262,9 @@ def read_part(stored: list[Any], tensor: torch.Tensor, name: str, tensor_map: Te
     local, shape, offset = local_part(tensor)
     if not local.numel():
         return
+    if not shape:
+        local.copy_(stored[0][...])
+        return
     spans = [slice(start, start + size) for start, size in zip(offset, local.shape, strict=True)]
     if tensor_map.is_by_head(name):
         stored = [_JoinedRows(stored)]

@@ -248,6 +248,9 @@ class TensorMap:
             if self.is_interleaved(names[0]):
                 ours |= {name: value[..., column :: len(names)] for column, name in enumerate(names)}
                 continue
+            if not value.dim():
+                ours[names[0]] = value
+                continue
             if self.is_stack(names[0]):
                 stacked = value.transpose(1, 2).chunk(len(names), dim=2)
                 ours |= dict(zip(names, stacked, strict=True))
@@ -269,6 +272,8 @@ class TensorMap:
 
     def hf_shape(self, name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape of each HF tensor that holds a tensor of ours, or a part of it."""
+        if not shape:
+            return shape
         if self.is_by_head(name):
             return (shape[0] // len(self.hf_names(name)),)
         if self.is_stacked(name):

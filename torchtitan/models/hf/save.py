@@ -240,7 +240,7 @@ def _write_values(path: Path, header: bytes, tensor_map: TensorMap, values: Iter
             file.write(header)
             for unit in values:
                 for part in tensor_map.to_hf(unit).values():
-                    file.write(part.contiguous().view(torch.uint8).numpy().data)
+                    file.write(part.contiguous().view(-1).view(torch.uint8).numpy().data)
                 del unit, part  # before the next one is made
             file.flush()
             os.fsync(file.fileno())

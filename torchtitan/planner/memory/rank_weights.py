@@ -10,7 +10,7 @@ from math import prod
 from typing import Any, NamedTuple
 
 from torchtitan.models.moe import BIASES
-from torchtitan.models.sizes import HEAD, QK_NORMS, SINKS, STACK, Sizes, split_side
+from torchtitan.models.sizes import ALPHAS, HEAD, QK_NORMS, SINKS, STACK, Sizes, split_side
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED, OptimizerSpec, Shape, StateSize
 from torchtitan.optimizers.step_sizes import RankShare, StepSize
@@ -79,6 +79,8 @@ def size_of_other(args: Any, name: str, linears: Sizes, tp: int) -> float:
         return args.norm_widths[name]
     if name == SINKS:
         return args.n_heads / tp
+    if name in ALPHAS:
+        return 1
     if name in BIASES:
         width = {"moe.router.gate.bias": 1, f"{STACK}.w2_bias": args.dim}.get(name, args.expert_dim)
         return args.n_experts * width
