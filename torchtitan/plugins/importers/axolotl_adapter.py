@@ -16,8 +16,8 @@ VOCABULARY_MODULES = ("embed_tokens", "lm_head")
 PRUNE_RATIO = 0.999
 """Fraction of the moments of A and B that a restart prunes."""
 TARGETS = "lora_target_modules"
-ADAPTER_OPTIONS = (TARGETS, PARAMETERS, "lora_modules_to_save", "relora_steps", "relora", "jagged_restart_steps")
-ADAPTER_OPTIONS += ("peft_use_dora",)
+ADAPTER_OPTIONS: tuple[str, ...] = (TARGETS, PARAMETERS, "lora_modules_to_save", "peft_use_dora")
+ADAPTER_OPTIONS += ("relora_steps", "relora", "jagged_restart_steps")
 NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "load_in_4bit": True}
 """The 4-bit options of bitsandbytes with the only supported values."""
 
