@@ -356,7 +356,7 @@ GATED = {
     ),
     "nemotron_h": NemotronHMoEArgs(
         **{name: size for name, size in (_TINY_EXPERTS | _MIXER).items() if name != "rope_theta"}
-        | dict(n_layers=5, layer_pattern="ME*EM", min_step=0.5, ssm_head_dim=6),
+        | dict(n_layers=5, layer_pattern="ME*EM", min_step=1.3125, ssm_head_dim=6),  # above half of the steps
         **dict(route_scale=2.5, normalize_top_k=True, n_groups=2, top_groups=1, group_score="top2"),
     ),
     "nemotron_h dense": NemotronHArgs(
