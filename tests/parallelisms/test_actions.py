@@ -76,11 +76,11 @@ def test_merged_and_apart():
 
 
 def test_inputs_of_actions():
-    assert input_keys(parse_action("0F3"), 2) == [] and input_keys(parse_action("1F3"), 2) == [(0, "F", 3)]
-    assert input_keys(parse_action("0B3"), 2) == input_keys(parse_action("0I3"), 2) == [(0, "F", 3), (1, "I", 3)]
-    assert input_keys(parse_action("1B3"), 2) == [(1, "F", 3)]
-    assert input_keys(parse_action("1W3"), 2) == [(1, "I", 3)]
-    assert input_keys(parse_action("(1F3;0B2)OVERLAP_F_B"), 2) == [(0, "F", 3), (0, "F", 2), (1, "I", 2)]
+    assert input_keys(parse_action("0F3"), 2) == () and input_keys(parse_action("1F3"), 2) == ((0, "F", 3),)
+    assert input_keys(parse_action("0B3"), 2) == input_keys(parse_action("0I3"), 2) == ((0, "F", 3), (1, "I", 3))
+    assert input_keys(parse_action("1B3"), 2) == ((1, "F", 3),)
+    assert input_keys(parse_action("1W3"), 2) == ((1, "I", 3),)
+    assert input_keys(parse_action("(1F3;0B2)OVERLAP_F_B"), 2) == ((0, "F", 3), (0, "F", 2), (1, "I", 2))
 
 
 # Invalid files

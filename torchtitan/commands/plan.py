@@ -7,7 +7,7 @@ time against memory of the plans, and duration against price by number of GPUs.
 import argparse
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from pkgutil import resolve_name
@@ -178,7 +178,9 @@ def main(argv: list[str]) -> int:
     question = ask(options, ResolvedJob(load_job(job_args)[0], options.gpus))
     with waiting("plans are searched"):
         number = max(options.top, options.explain or 0, options.rehearse)
-        result = find_robust(question.search, options.gpus, number, question.limits, MOST_UNCERTAIN)
+        result = find_robust(question.search, options.gpus, number, question.limits)
+        if not result.best:
+            add_uncertain(result, find_uncertain(*question.uncertain_plans(result)))
     if not result.plans:
         memory = question.limits.memory
         smaller = remedy(question.search, options.gpus, memory)
@@ -186,7 +188,7 @@ def main(argv: list[str]) -> int:
     if options.explain and options.explain > len(result.plans):
         raise JobError(f"--explain: given {options.explain}; allowed: 1 to {len(result.plans)}, the plans found")
     with waiting("other hardware is tried"):
-        alternatives = [] if options.quick else question.alternatives()
+        alternatives = question.search_beside(result)
     peaks = list(question.rehearsed_peaks(result))
     if options.json:
         print(json.dumps(question.record(result, alternatives, peaks), indent=1))
@@ -221,22 +223,37 @@ class PlanRequest:
             return f"is not predicted: {obstacle}"
         return self.search.candidate(Plan.of(job, self.search.samples))
 
-    def alternatives(self) -> list[tuple[str, Candidate | None]]:
-        """Return the best plan with other hardware, by what differs."""
-        limits = self.limits
-        faster = with_network(self.search, 2.0)
-        no_limit = Limits(limits.memory)
-        searches = [
+    def uncertain_plans(self, result: Result) -> tuple[Search, int, int, Limits, Result]:
+        """Return the arguments of `find_uncertain`."""
+        return self.search, self.gpus, MOST_UNCERTAIN, self.limits, result
+
+    def other_hardware(self) -> list[tuple[str, Search, int, Limits]]:
+        """Return searches with other hardware, by what differs."""
+        no_limit = Limits(self.limits.memory)
+        return [
             (gpus_text(2 * self.gpus), self.search, 2 * self.gpus, no_limit),
             *([(gpus_text(self.gpus // 2), self.search, self.gpus // 2, no_limit)] if self.gpus > 1 else []),
-            ("twice the memory", self.search, self.gpus, Limits(2 * limits.memory)),
-            ("twice the network", faster, self.gpus, no_limit),
+            ("twice the memory", self.search, self.gpus, Limits(2 * self.limits.memory)),
+            ("twice the network", with_network(self.search, 2.0), self.gpus, no_limit),
         ]
-        alternatives: list[tuple[str, Candidate | None]] = []
-        for change, search, gpus, within in searches:
-            best = find_robust(search, gpus, 1, within).best
-            alternatives.append((change, best[0] if best else None))
-        return alternatives
+
+    def search_beside(self, result: Result) -> list[tuple[str, Candidate | None]]:
+        """Add the plans that may fit to those that do, and return the best plan with other hardware, by what differs.
+
+        The searches take processes of their own where pipelines are simulated, which takes most of the time.
+        """
+        searches = [] if self.options.quick else self.other_hardware()
+        tasks: list[tuple[Any, ...]] = [(find_robust, search, gpus, 1, within) for _, search, gpus, within in searches]
+        if result.best:
+            tasks.append((find_uncertain, *self.uncertain_plans(result)))
+        if any(candidate.plan.pp > 1 for candidate in result.judged):  # their simulation has imported torch
+            results: list[Result] = resolve_name("torchtitan.planner.rehearsal").run_in_processes(_call, tasks)
+        else:
+            results = [_call(*task) for task in tasks]
+        if result.best:
+            add_uncertain(result, results.pop())
+        bests = [one.best[0] if one.best else None for one in results]
+        return [(change, best) for (change, *_), best in zip(searches, bests, strict=True)]
 
     def runs_to_measure(self, result: Result) -> list[tuple[Plan, str]]:
         """Return the runs that would tell most for --from, with their commands; none if it is given."""
@@ -410,29 +427,51 @@ def find_robust(search: Search, gpus: int, top: int, limits: Limits, most_uncert
 
     The share of the network that a job gets is uncertain: taken as even between LEAST_NETWORK and all of it. More of it
     never slows a step, so the step's QUANTILE is the step with that quantile of the missing share. The times of the
-    result are those of the whole network, and `limits` are for them. `most_uncertain`: of the plans that may fit and
-    are faster than the best one that counts as fitting, the most to add.
+    result are those of the whole network, and `limits` are for them. `most_uncertain`: as of `add_uncertain`.
     """
-    slower = with_network(search, SHARE)
 
     def is_in_time(plan: Plan) -> bool:
         return limits.most_seconds == math.inf or search.timer.step_time(plan).seconds <= limits.most_seconds
 
-    def may_fit(plan: Plan) -> bool:
-        return search.memory(plan).needed > limits.memory and is_in_time(plan)
-
     # no part of a step takes longer than at this share of its speed
     within = replace(limits, most_seconds=limits.most_seconds / SHARE)
-    result = slower.find(gpus, top, within, is_in_time)
+    result = on_whole_network(search, with_network(search, SHARE).find(gpus, top, within, is_in_time))
     if most_uncertain:
-        if result.best:
-            within = replace(within, most_seconds=math.nextafter(result.best[0].time.seconds, 0))
-        lenient = slower.find(gpus, most_uncertain, replace(within, certain=False), may_fit)
-        result.may_fit = lenient.best
-        result.complete &= lenient.complete
-    for plans in (result.best, result.may_fit, result.judged):
+        add_uncertain(result, find_uncertain(search, gpus, most_uncertain, limits, result))
+    return result
+
+
+def find_uncertain(search: Search, gpus: int, top: int, limits: Limits, certain: Result) -> Result:
+    """Find plans that may fit, but do not count as fitting, and are faster than the best one that does."""
+    slower = with_network(search, SHARE)
+    most_seconds = limits.most_seconds / SHARE
+    if certain.best:
+        most_seconds = math.nextafter(slower.timer.step_time(certain.best[0].plan).seconds, 0)
+
+    def may_fit(plan: Plan) -> bool:
+        is_in_time = limits.most_seconds == math.inf or search.timer.step_time(plan).seconds <= limits.most_seconds
+        return search.memory(plan).needed > limits.memory and is_in_time
+
+    lenient = Limits(limits.memory, most_seconds, certain=False)
+    return on_whole_network(search, slower.find(gpus, top, lenient, may_fit))
+
+
+def _call(function: Callable[..., Result], *arguments: Any) -> Result:
+    """Call a function of this module in another process."""
+    return function(*arguments)
+
+
+def on_whole_network(search: Search, result: Result) -> Result:
+    """Return the result with the times of its plans on the whole network."""
+    for plans in (result.best, result.judged):
         plans[:] = [replace(one, time=search.timer.step_time(one.plan)) for one in plans]
     return result
+
+
+def add_uncertain(result: Result, uncertain: Result) -> None:
+    """Add the plans that may fit to those that count as fitting."""
+    result.may_fit = uncertain.best
+    result.complete &= uncertain.complete
 
 
 def network_lines(search: Search, best: Candidate) -> list[str]:

@@ -5,7 +5,7 @@ A plan never changes the training: model, sequence length and samples of a step 
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import ceil
 from typing import Any
 
@@ -58,6 +58,13 @@ def pipeline_obstacle(job: ResolvedJob) -> str:
             return f"parallelism.{option}: the formulas are of named schedules and usual stages"
     is_adapted = job.config.adapter.kind != NONE
     return "the formulas describe adapters without a pipeline" if is_adapted and job.layout.pp > 1 else ""
+
+
+@lru_cache(1024)
+def _stages_of_ranks(schedule: str, pp: int, stages_per_rank: int) -> list[list[int]]:
+    """Return the numbers of each pipeline rank's stages. A search asks for them for every plan that it looks at."""
+    style = schedule_traits(schedule).style
+    return [stages_of_rank(rank, pp, pp * stages_per_rank, style) for rank in range(pp)]
 
 
 @dataclass(frozen=True)
@@ -399,10 +406,8 @@ class Plan:
         return [Counter(kinds[start : start + count]) for start, count in zip(starts, counts, strict=True)]
 
     def stages_of_rank(self, rank: int) -> list[int]:
-        if self.pp == 1:
-            return [0]
-        style = schedule_traits(self.schedule).style
-        return stages_of_rank(rank, self.pp, self.pp * self.stages_per_rank, style)
+        """Return the numbers of a pipeline rank's stages, ascending."""
+        return [0] if self.pp == 1 else _stages_of_ranks(self.schedule, self.pp, self.stages_per_rank)[rank]
 
     @property
     def options_text(self) -> str:

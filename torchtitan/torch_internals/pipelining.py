@@ -12,6 +12,16 @@ ScheduleRuntime = schedules._PipelineScheduleRuntime
 """torch 2.13: the runtime of any table of actions, to subclass."""
 
 
+def compute_order(schedule: str, stages: list[Any], microbatches: int) -> dict[int, list[Any]]:
+    """torch 2.13: rank -> the compute actions of a schedule and its idle slots, which are None.
+
+    The constructor of a schedule also adds all messages, in a second for 32 ranks.
+    """
+    base = schedules.get_schedule_class(schedule)
+    without_messages = type(base.__name__, (base,), {"_prepare_schedule_with_comms": lambda self, actions: None})
+    return without_messages(stages, microbatches).pipeline_order
+
+
 class FrugalStage(PipelineStage):
     """torch 2.13: a stage whose buffers for received activations and gradients live from the receive to their use.
 

@@ -10,6 +10,7 @@ import csv
 import io
 import re
 from collections.abc import Callable, Iterator, Sequence
+from functools import lru_cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -111,7 +112,8 @@ def split_pairs(table: Table) -> Table:
 # Order
 
 
-def input_keys(action: Action, num_stages: int) -> list[Key]:
+@lru_cache(2**17)
+def input_keys(action: Action, num_stages: int) -> tuple[Key, ...]:
     """Return the inputs of an action. The parts of a pair begin together, so a pair needs all of their inputs."""
     keys: list[Key] = []
     for stage, kind, microbatch, _ in action.singles:
@@ -122,12 +124,13 @@ def input_keys(action: Action, num_stages: int) -> list[Key]:
         else:
             keys.append((stage, FORWARD, microbatch))
             keys += [(stage + 1, INPUT_GRAD, microbatch)] if stage + 1 < num_stages else []
-    return keys
+    return tuple(keys)
 
 
-def output_keys(action: Action) -> list[Key]:
+@lru_cache(2**17)
+def output_keys(action: Action) -> tuple[Key, ...]:
     kinds = {FORWARD: FORWARD, INPUT_GRAD: INPUT_GRAD, BACKWARD: INPUT_GRAD}
-    return [(s.stage, kinds[s.kind], s.microbatch) for s in action.singles if s.kind in kinds]
+    return tuple((s.stage, kinds[s.kind], s.microbatch) for s in action.singles if s.kind in kinds)
 
 
 Locator = Callable[[int, int], str]

@@ -5,6 +5,7 @@ without it. Tables of ours replace those that torch does not offer (GPipe) or li
 the last rank's forwards from microbatch 1 but runs them from 0).
 """
 
+from pkgutil import resolve_name
 from types import SimpleNamespace
 
 from torchtitan.parallelisms.pipeline.actions import (
@@ -73,9 +74,8 @@ def _torch_table(schedule: str, pp: int, microbatches: int, stages_per_rank: int
         SimpleNamespace(num_stages=pp * stages_per_rank, group_size=pp, group_rank=0, submod=None)
         for _ in range(stages_per_rank)
     ]
-    from torch.distributed.pipelining.schedules import get_schedule_class
-
-    order = get_schedule_class(schedule)(stages, microbatches).pipeline_order
+    compute_order = resolve_name("torchtitan.torch_internals.pipelining:compute_order")  # needs torch
+    order = compute_order(schedule, stages, microbatches)
     return [[_from_torch(action) for action in order[rank] if _computes(action)] for rank in range(pp)]
 
 

@@ -100,7 +100,17 @@ def fullest(ranks: list[RankSizes]) -> list[RankSizes]:
         stages = tuple(tuple(kind_of_layer[layer] for layer in stage) for stage in sizes.stages)
         content = stages, sizes.has_embedding, sizes.has_head
         by_content.setdefault(content, []).append(sizes)
-    return [max(equals, key=lambda sizes: sizes.stored + sizes.waiting_gradients) for equals in by_content.values()]
+    return [_fullest_of_equals(equals) for equals in by_content.values()]
+
+
+def _fullest_of_equals(ranks: list[RankSizes]) -> RankSizes:
+    """Return the rank that stores the most between passes, of ranks whose stages need as much for one microbatch."""
+    stored, gradients = ranks[0].stored_of_stages, ranks[0].most_result_gradients
+
+    def between_passes(sizes: RankSizes) -> float:
+        return max(sizes.stored_with(stored)) + sizes.waiting_weight_gradients * gradients
+
+    return max(ranks, key=between_passes)
 
 
 def _sizes(**kinds: float) -> Bytes:

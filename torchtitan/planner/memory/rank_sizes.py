@@ -42,8 +42,16 @@ class RankSizes(RankWeights):
     @cached_property
     def _stored_in_flight(self) -> list[float]:
         """Bytes stored in each of the states with the most microbatches in flight."""
-        one = [self.stored_of_stage(stage) for stage in self.stages]
-        return [sum(map(operator.mul, counts, one)) for counts in self.stages_in_flight]
+        return self.stored_with(self.stored_of_stages)
+
+    @cached_property
+    def stored_of_stages(self) -> list[float]:
+        """Bytes stored of each stage of this rank for one microbatch."""
+        return [self.stored_of_stage(stage) for stage in self.stages]
+
+    def stored_with(self, stored_of_stages: list[float]) -> list[float]:
+        """Return the bytes stored in each of the states with the most microbatches in flight, by those of one."""
+        return [sum(map(operator.mul, counts, stored_of_stages)) for counts in self.stages_in_flight]
 
     @property
     def overcount(self) -> float:
@@ -60,8 +68,12 @@ class RankSizes(RankWeights):
     @property
     def waiting_gradients(self) -> float:
         """Bytes of gradients from which gradients of weights are computed later, in a schedule that splits backward."""
-        count = self.waiting_weight_gradients
-        return count * max(sum(map(self._result_gradients, stage)) for stage in self.stages) if count else 0.0
+        return self.waiting_weight_gradients * self.most_result_gradients if self.waiting_weight_gradients else 0.0
+
+    @cached_property
+    def most_result_gradients(self) -> float:
+        """Bytes of the gradients of all results of the largest stage, for one microbatch."""
+        return max(sum(map(self._result_gradients, stage)) for stage in self.stages)
 
     def _result_gradients(self, layer: int) -> float:
         """Return the bytes of the gradients of the results of a layer's matrix products and norms."""
