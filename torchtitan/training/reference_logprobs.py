@@ -50,7 +50,7 @@ LATER_SIZES: dict[str, Any] = {"head_width": None, "attention_bias": False, "mlp
 LATER_SIZES |= {"query_growth": 0.0, "query_period": 1, "attention_factor": None, "truncate": True}
 LATER_SIZES |= {"window_layers": "", "rotary_factor": 1.0, "longrope": None}
 """Sizes of models that were added when there were files, and the values with which they do not count."""
-LATER_SIZES_OF = dict.fromkeys(("Qwen2MoEArgs", "Qwen3MoEArgs"), ("sliding_window",))
+LATER_SIZES_OF: dict[str, tuple[str, ...]] = dict.fromkeys(("Qwen2MoEArgs", "Qwen3MoEArgs"), ("sliding_window",))
 LATER_SIZES_OF |= dict.fromkeys(("Qwen2Args", "Qwen3Args"), ("sliding_window", "n_classes"))
 LATER_SIZES_OF |= dict.fromkeys(("LlamaArgs", "Gemma2Args"), ("n_classes",))
 LATER_SIZES_OF |= {"GraniteArgs": ("attention_dropout",)}
