@@ -160,7 +160,7 @@ def test_wrong_options_are_refused(arguments, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_traffic_is_compared_with_compute_time(capsys):
+def test_traffic_is_compared_with_compute_time(tmp_path):
     """Half of the other ranks are on another machine; the numbers follow from a formula."""
     sent = {("dp_shard", "all_gather", "calls"): 66, ("dp_shard", "all_gather", "bytes"): 90e9}
     sent |= {("tp", "all_reduce", "calls"): 4, ("tp", "all_reduce", "bytes"): 35e9}
@@ -176,6 +176,10 @@ def test_traffic_is_compared_with_compute_time(capsys):
     assert lines[-1].startswith("tp takes 20% of it, which comes on top")
     slower, _ = estimate.parse_options(["--traffic", "--outside=4.5", "--machine=4", "--tflops", "200"])
     assert "400% of what computing takes: more than the rank" in estimate.traffic(predicted, 200e12, slower)[-2]
+    shared_cores = tmp_path / "cpu.toml"
+    shared_cores.write_text(f"cores = 2\n{(FOLDER / 'h100-80.toml').read_text()}")
+    speeds.gpu = str(shared_cores)
+    assert "48% of what computing takes: which comes on top" in estimate.traffic(predicted, 200e12, speeds)[-2]
     slower.inside = 70.0  # GB/s
     assert "tp takes 50% of it, which comes on top" in estimate.traffic(predicted, 200e12, slower)[-1]
 

@@ -157,7 +157,8 @@ def traffic(of_rank: Prediction, flops: float, speeds: argparse.Namespace) -> li
     if seconds:
         axis, most = max(seconds.items(), key=lambda item: item[1])
         on_top = "which comes on top, as a rank waits for it in every layer where nothing hides it"
-        meanwhile = on_top if axis in WAITED_FOR else "there is time for it while the rank computes"
+        hidden = axis not in WAITED_FOR and hardware.cores is None  # gloo sends with the cores that compute
+        meanwhile = "there is time for it while the rank computes" if hidden else on_top
         where = meanwhile if most <= computed else "more than the rank computes"
         lines.append(f"the most time takes {axis}, {most / computed:.0%} of what computing takes: {where}")
         other_axes = [other for other in WAITED_FOR if seconds[other] and other != axis]
