@@ -2,8 +2,8 @@
 #   docker build -t torchtitan-toml .                                   for CPUs
 #   docker build -t torchtitan-toml --build-arg TORCH=cu130 .           for NVIDIA GPUs, driver 580 or newer
 #   docker build -t torchtitan-toml --build-arg OFFLINE=1 --network none .   from the folder wheels/ alone
-# Needs BuildKit (docker 23 or newer, or podman). Not built yet where this was written, which has no builder: the steps
-# ran in an empty environment.
+# Needs BuildKit (docker 23 or newer), podman or buildah. The offline image was built by buildah 1.28 and trained as its
+# user; the other two indices could not be reached where this was written.
 ARG PYTHON=3.11
 
 FROM python:${PYTHON}-slim AS wheel
