@@ -196,8 +196,8 @@ def test_faults_of_classification_jobs(anywhere):
     assert "'python_stdlib' has no classes; allowed: text, sentiment, sentiment_validation, huggingface" in fault
     (fault,) = lines(*ROBERTA, TWO_CLASSES, "--task.label_field=stars")
     assert "sentiment, sentence 0: field 'stars' is not there" in fault
-    (fault,) = lines("--model.name=llama3", *ROBERTA[1:])
-    assert "another task for model llama3, which has no classification head" in fault
+    (fault,) = lines("--model.name=olmo2", *ROBERTA[1:])
+    assert "another task for model olmo2, which has no classification head" in fault
     (fault,) = lines(*ROBERTA, "--model.overrides={n_classes = 3}", TP + "2")
     assert "which does not divide n_classes 3" in fault
 

@@ -159,6 +159,15 @@ def test_a_language_model_starts_with_a_new_head(one_rank_run, tmp_path):
         start |= dict(checkpoint__initial_load_path=folder, checkpoint__initial_load_in_hf=True)
         ((steps, _),) = run_ranks(1, jobs.train, reward_arguments(tmp_path / f"from {sizes[-6:-1]}", rows, **start))
         assert len(steps) == 1
+    saved = dict(checkpoint__last_save_in_hf=False, checkpoint__last_save_model_only=True)
+    words = dict(task__kind="orpo", model__overrides=sizes, **quick)
+    run_ranks(1, jobs.train, reward_arguments(tmp_path / "native", rows, **words | saved))
+    start_here = dict(
+        checkpoint__initial_load_path=tmp_path / "native/checkpoint", checkpoint__initial_load_in_hf=False
+    )
+    for name, options in (("rewards", quick), ("words", words)):  # one with a new head, one with all weights
+        ((steps, _),) = run_ranks(1, jobs.train, reward_arguments(tmp_path / name, rows, **options | start_here))
+        assert len(steps) == 1
     lora = dict(adapter__kind="lora", adapter__rank=2)
     faults = check(manager.load(reward_arguments(tmp_path / "lora", rows, **start | lora)), 1, "cpu")
     assert any("the head of classes" in str(fault) for fault in faults)

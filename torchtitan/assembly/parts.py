@@ -80,7 +80,11 @@ def heads(model: JobModel) -> Heads:
     if not hasattr(args, "n_classes"):
         return NO_HEADS
     other_args = dataclasses.replace(args, n_classes=0 if args.n_classes else 2)
-    return Heads.of(map_of(args).head, map_of(other_args).head)
+    names, other_names = (
+        map_of(each).head | ({"output.weight"} if not getattr(each, "tied_embeddings", True) else set())
+        for each in (args, other_args)
+    )
+    return Heads.of(names, other_names, args.vocab_size, args.n_classes > 0)
 
 
 def trained_heads(model: JobModel, adapter: Adapter | None) -> Heads:

@@ -55,6 +55,10 @@ def open_checkpoint(folder: Path, peers: Peers) -> CheckpointSource:
     return peers.agree(f"checking {folder.name}", judge)
 
 
+OUTPUT = MODEL + "output.weight"
+"""The matrix of a head over classes, and of one over words that is not tied to the embedding."""
+
+
 @dataclass(frozen=True)
 class Heads:
     """The names in a checkpoint of the parameters of the task's head, and of the head for the other kind of task.
@@ -64,20 +68,24 @@ class Heads:
 
     names: frozenset[str] = frozenset()
     other_names: frozenset[str] = frozenset()
+    vocab_size: int = 0
+    is_over_classes: bool = False
 
     @classmethod
-    def of(cls, names: Collection[str], other_names: Collection[str]) -> "Heads":
-        return cls(frozenset(MODEL + name for name in names), frozenset(MODEL + name for name in other_names))
+    def of(cls, names: Collection[str], other_names: Collection[str], vocab_size: int, over_classes: bool) -> "Heads":
+        names, other_names = (frozenset(MODEL + name for name in each) for each in (names, other_names))
+        return cls(names, other_names, vocab_size, over_classes)
 
-    def replaced(self, saved: Collection[str]) -> "Heads":
-        """Return the heads if weights with these names have the other one, so that the task's own starts afresh.
+    def replaced(self, saved: Mapping[str, TensorEntry]) -> "Heads":
+        """Return the heads if the saved weights have the other one, so that the task's own starts afresh.
 
-        A head over words is tied to the embedding in these families, so the matrix of one over classes tells them
-        apart. Without a difference both are empty.
+        A head over words has a row for each, or is tied to the embedding and absent. Without a difference both are
+        empty.
         """
-        classes = MODEL + "output.weight"
-        has_two_kinds = classes in self.names | self.other_names
-        return self if has_two_kinds and (classes in saved) != (classes in self.names) else NO_HEADS
+        if not self.vocab_size:
+            return NO_HEADS
+        has_classes = OUTPUT in saved and saved[OUTPUT].shape[:1] != [self.vocab_size]
+        return self if has_classes != self.is_over_classes else NO_HEADS
 
 
 NO_HEADS = Heads()

@@ -72,6 +72,10 @@ def _split_alpha(config: Mapping[str, Any]) -> tuple[dict[str, Any], float | Non
 
 def _from_hf(config: Mapping[str, Any]) -> HunyuanArgs:
     check_supported(config, {"hidden_act": "silu"})
+    if config.get("head_dim") is None:  # transformers 5.23 fails to build the model
+        raise JobError(
+            "head_dim = None; allowed: a whole number; write the width of a head, as attention_head_dim has it"
+        )
     plain, alpha = _split_alpha(config)
     sizes = gated_sizes({"rms_norm_eps": 1e-5} | plain, 2048)
     check_supported(config, {"attention_head_dim": sizes["head_dim"]})
