@@ -1135,6 +1135,7 @@ def test_each_of_the_181_options_is_tested():
     )
     assert set(OPTIONS) <= tested and set(TABLE) <= tested
     mapped = {name for added, *_ in TRANSLATED + ADDED for name in added}
+    mapped |= {"lora_target_parameters"}  # of models with experts: test_adapter_targets.py
     only_refused = {name for name, fate in TABLE.items() if not fate.note and not fate.reason} - mapped
     assert not only_refused
 
