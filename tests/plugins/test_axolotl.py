@@ -1043,6 +1043,34 @@ def test_short_model_types_are_words_of_a_name():
     assert [axolotl.guess_model_type(name) for name in names] == ["phi", "opt", None, None, None, None, None]
 
 
+GUESSES = [  # names whose model types are parts of others, or that name another family too
+    ("ibm-granite/granite-4.0-h-micro", "granitemoehybrid"),
+    ("ibm-granite/granite-3.1-8b-base", "granite"),
+    ("ibm-granite/granite-3.1-3b-a800m-instruct", "granitemoe"),
+    ("nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16", "nemotron_h"),
+    ("unsloth/Nemotron-3-Nano-30B-A3B", "nemotron_h"),
+    ("nvidia/Nemotron-H-8B-Base-8K", "nemotron_h"),
+    ("nvidia/Nemotron-Mini-4B-Instruct", "nemotron"),
+    ("nvidia/Minitron-8B-Base", "nemotron"),
+    ("nvidia/Llama-3.1-Nemotron-70B-Instruct-HF", "llama"),
+    ("nvidia/Llama-3_3-Nemotron-Super-49B-v1", "nemotron-nas"),
+    ("nvidia/OpenReasoning-Nemotron-7B", "qwen2"),
+    ("LiquidAI/LFM2-8B-A1B", "lfm2_moe"),
+    ("LiquidAI/LFM2.5-1.2B-Base", "lfm2"),
+    ("google/gemma-2b-it", "gemma"),
+    ("google/gemma-2-2b", "gemma2"),
+    ("arcee-ai/AFM-4.5B", "arcee"),
+    ("arcee-ai/Virtuoso-Small", None),
+    ("stabilityai/stablelm-tuned-alpha-7b", "gpt_neox"),
+    ("stabilityai/stablelm-2-1_6b", "stablelm"),
+]
+
+
+@pytest.mark.parametrize("name, model_type", GUESSES)
+def test_model_types_of_names(name, model_type):
+    assert axolotl.guess_model_type(name) == model_type
+
+
 def test_a_template_of_the_models_family_is_the_tokenizers():
     gemma = FULL | {"base_model": "google/gemma-3-1b-it"}
     values, note = changes_by({"chat_template": "gemma3"}, gemma)

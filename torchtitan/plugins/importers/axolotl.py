@@ -54,8 +54,15 @@ MODEL_TYPES |= {"phi-4": "phi3", "llama-4": "llama4_text", "glm-4.5": "glm4_moe"
 MODEL_TYPES |= {"glm-4.7-flash": "glm4_moe_lite", "glm-4.7": "glm4_moe", "falcon3": "llama"}
 MODEL_TYPES |= {"falcon-mamba": "falcon_mamba", "pythia": "gpt_neox", "redpajama-incite": "gpt_neox"}
 MODEL_TYPES |= {"command-r7b": "cohere2", "command-a": "cohere2", "llama-3.1-minitron": "llama"}
-MODEL_TYPES |= {"mistral-nemo-minitron": "mistral", "minitron": "nemotron", "nemotron-mini": "nemotron"}
-MODEL_TYPES |= {"llama-3.1-nemotron-nano": "llama", "nemotron-4": "nemotron", "-nemotron": "nemotron_h"}
+MODEL_TYPES |= {"mistral-nemo-minitron": "mistral", "minitron": "nemotron", "llama-3.1-nemotron": "llama"}
+MODEL_TYPES |= {"llama-3_1-nemotron": "nemotron-nas", "llama-3_3-nemotron": "nemotron-nas", "reason-nemotron": "qwen2"}
+MODEL_TYPES |= {"reasoning-nemotron": "qwen2", "openmath-nemotron": "qwen2", "nemotron-research-reasoning": "qwen2"}
+MODEL_TYPES |= {"nemotron-cascade-2": "nemotron_h", "nemotron-cascade": "qwen3", "nvidia-nemotron": "nemotron_h"}
+MODEL_TYPES |= {"nemotron-3-": "nemotron_h", "nemotron-nano": "nemotron_h", "nemotron-elastic": "nemotron_h"}
+MODEL_TYPES |= {"granite-4": "granitemoehybrid", "-a400m": "granitemoe", "-a800m": "granitemoe"}
+MODEL_TYPES |= {f"lfm2{name}": "lfm2_moe" for name in ("-8b-a", ".5-8b-a", "-24b-a")}
+MODEL_TYPES |= {"stablelm-base-alpha": "gpt_neox", "stablelm-tuned-alpha": "gpt_neox", "dolly-v2": "gpt_neox"}
+MODEL_TYPES |= {"gemma-2b": "gemma", "afm-4.5b": "arcee"}
 MODEL_TYPES |= {"hunyuan-a13b": "hunyuan_v1_moe", "hunyuan-": "hunyuan_v1_dense"}
 """Parts of the name of a folder that is not on this machine, and the model type that the first of them indicates.
 
@@ -96,7 +103,7 @@ def guess_model_type(folder: str) -> str | None:
     if model_type := next((kind for part, kind in MODEL_TYPES.items() if part in folder.lower()), None):
         return model_type
     model_types = {kind for converter in CONFIG_CONVERTERS.values() for kind in converter.model_types}
-    name = re.sub("[^a-z0-9]", "", folder.lower())
+    name = re.sub("[^a-z0-9]", "", folder.lower().removeprefix("arcee-ai/"))  # whose other models are of any family
     matches = [kind for kind in model_types if kind.removesuffix("_text").replace("_", "") in name]
     parts = re.findall("[a-z]+", folder.lower())  # dolphin and sapphire are no Phi
     matches = [kind for kind in matches if len(kind) > len("phi") or kind in parts]
