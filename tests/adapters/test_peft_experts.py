@@ -8,19 +8,23 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tests.support import judged, tiny_decoders
+from tests.support.family_folders import BY_MODEL_TYPE
 from tests.support.hf_parity import close, twin
 from tests.support.judged import lines
 from tests.support.low_rank_adapters import adapter_tensors, moved_model, plain_copy
 from torchtitan.adapters import peft_folder
 from torchtitan.adapters.low_rank import LoRASettings, LowRankExperts
+from torchtitan.adapters.targets import is_expert_stack, layer_of
 from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
+from torchtitan.models import family_for_model_type
 from torchtitan.models.moe.layer import ClampedGated, Experts
+from torchtitan.models.sizes import linears
 from torchtitan.models.spec import MODELS
 
 anywhere = judged.anywhere
@@ -141,6 +145,7 @@ FAMILIES = {
     "qwen3_5_moe": "qwen3_5_moe",
     "granite4": "granite4",
     "lfm2_moe": "lfm2_moe",
+    "nemotron_h": "nemotron_h",
 }
 
 
@@ -148,12 +153,13 @@ FAMILIES = {
 def test_peft_reads_the_folder_and_computes_the_same(tmp_path, family):
     """All linears and experts: also the linears that peft would take for experts by their names."""
     args = tiny_decoders.GATED[FAMILIES[family]]
-    target = ["*moe*", "*attention.w*"] if family == "granite4" else ["all-linear"]  # peft refuses mixers of Mamba
+    has_mixers = family in ("granite4", "nemotron_h")  # of Mamba, which peft refuses
+    target = ["*moe*", "*attention.w*"] if has_mixers else ["all-linear"]
     rank = 4 * (family in ("gpt_oss", "qwen2_moe"))
     options = Options(kind="lora", rank=3, alpha=5.0, target=target, gate_up_rank=rank)
     model, adapter = moved_model(family, args, options)
     hf, tensors = MODELS[family].hf, adapter_tensors(model, adapter)
-    form = hf.tensor_map(args)
+    form = hf.tensor_map(args).within("model.")
     peft_folder.save(tmp_path, tensors, options, form, "base")
     config = AutoConfig.for_model(**hf.config_to_hf(args))
     base = twin(type(AutoModelForCausalLM.from_config(config)), type(config), plain_copy(model, adapter, family), hf)
@@ -164,6 +170,25 @@ def test_peft_reads_the_folder_and_computes_the_same(tmp_path, family):
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     state = peft_folder.load(tmp_path, options, form, shapes)
     assert state.keys() == tensors.keys() and all(torch.equal(state[name], t) for name, t in tensors.items())
+
+
+@pytest.mark.parametrize("model_type", BY_MODEL_TYPE)
+def test_modules_have_the_names_that_they_have_in_the_memory_of_transformers(model_type):
+    args = BY_MODEL_TYPE[model_type]
+    hf = MODELS[family_for_model_type(model_type)].hf
+    kind = AutoModelForMaskedLM if model_type == "roberta" else AutoModelForCausalLM
+    with torch.device("meta"):
+        theirs = kind.from_config(AutoConfig.for_model(**hf.config_to_hf(args)))
+    form, modules, stacks = hf.tensor_map(args).within("model."), set(), set()
+    for name in linears(args):
+        if (layer_of(name) or 0) >= args.n_layers:  # of multi-token prediction
+            continue
+        if is_expert_stack(name):
+            stacks |= {form.with_stacks().hf_names(f"{name}.{matrix}")[0] for matrix in ("w1", "w2")}
+        else:
+            modules.add(form.hf_names(f"{name}.weight")[0].removesuffix(".weight"))
+    assert modules <= {name for name, _ in theirs.named_modules()}
+    assert stacks <= {name for name, _ in theirs.named_parameters()}
 
 
 def tuned_by_peft(family, args, config, model, adapter):

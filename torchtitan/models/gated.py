@@ -221,13 +221,16 @@ def tensor_map(
     )
 
 
-def joined_map(args: Any, names: Mapping[str, str], ends: Mapping[str, str], layers: str) -> TensorMap:
+def joined_map(
+    args: Any, names: Mapping[str, str], ends: Mapping[str, str], layers: str, in_memory: Mapping[str, str] = NO_NAMES
+) -> TensorMap:
     """Return the names of a family that has one matrix for queries, keys and values.
 
     In each group it has the heads of queries, the head of keys and that of values that serves them. `names` and `ends`:
-    see tensor_map. `layers`: see TensorMap.
+    see tensor_map. `layers`, `in_memory`: see TensorMap.
     """
-    return replace(tensor_map(args, names, ends=ends), layers=layers, groups=args.num_kv_heads, _ours={})
+    form = tensor_map(args, names, ends=ends)
+    return replace(form, layers=layers, in_memory=in_memory, groups=args.num_kv_heads, _ours={})
 
 
 def gated_spec(

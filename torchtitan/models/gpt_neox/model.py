@@ -34,6 +34,6 @@ def _is_ignored(name: str, args: Any) -> bool:
 
 
 SPEC = gated_spec(GPTNeoX, CONFIG, plan=DROPPED_PLAN)
-joined = partial(joined_map, names=NAMES, ends=ENDS, layers="gpt_neox.layers.")
+joined = partial(joined_map, names=NAMES, ends=ENDS, layers="gpt_neox.layers.", in_memory={"embed_out.": "lm_head."})
 SPEC = replace(SPEC, hf=replace(SPEC.hf, tensor_map=joined, is_ignored=_is_ignored))
 HF = SPEC.hf

@@ -110,7 +110,8 @@ class TensorMap:
     `reordered`: tensors with rows in another order, by heads of `head_dim` rows, of which only the first `rotary_dim`
     differ if it is given. `transposed`: matrices stored as
     [in, out]. `float32`: tensors that are never stored in a narrower dtype. `copies`: further HF names to which a
-    tensor is also written; they are not read.
+    tensor is also written; they are not read. `in_memory`: beginnings of HF names -> those in the memory of
+    transformers 5, where they differ.
     """
 
     layer_names: Mapping[str, str]
@@ -132,6 +133,7 @@ class TensorMap:
     tied: bool = False
     copies: Mapping[str, tuple[str, ...]] = field(default_factory=dict)
     rows: Mapping[str, int] = field(default_factory=dict)
+    in_memory: Mapping[str, str] = field(default_factory=dict)
     _ours: dict[str, list[str]] = field(default_factory=dict, compare=False)
 
     def __post_init__(self) -> None:
@@ -148,9 +150,11 @@ class TensorMap:
         return [hf_name.replace("*", str(one)) for one in range(number)] if number else [hf_name]
 
     def within(self, prefix: str) -> "TensorMap":
-        """Return the names in a model that has this one under a prefix, which takes the place of "model."."""
+        """Return the names in the memory of a model that has this one under a prefix, in the place of "model."."""
 
         def moved(name: str) -> str:
+            for stored, new in self.in_memory.items():
+                name = new + name.removeprefix(stored) if name.startswith(stored) else name
             return prefix + name.removeprefix("model.") if name.startswith("model.") else name
 
         outer_names = {ours: moved(hf_name) for ours, hf_name in self.outer_names.items()}

@@ -53,7 +53,7 @@ ENDS = {"tok_embeddings.weight": "backbone.embeddings.weight", "norm.weight": "b
 
 
 def solo_map(args: Any) -> TensorMap:
-    return mixer_map(args, NAMES, ENDS, "mixer", layers="backbone.layers.")
+    return mixer_map(args, NAMES, ENDS, "mixer", layers="backbone.layers.", in_memory={"backbone.": "model."})
 
 
 def is_of_other_depths(name: str, args: Any) -> bool:
