@@ -42,9 +42,47 @@ PUBLISHED = {  # nvidia/NVIDIA-Nemotron-3-Nano-30B-A3B-BF16, whose keys test_fol
 }
 
 
-def test_a_published_config_is_read():
+OF_8B = {  # nvidia/Nemotron-H-8B-Base-8K
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_head_dim": 128,
+    "chunk_size": 128,
+    "conv_kernel": 4,
+    "expand": 2,
+    "hidden_dropout": 0.0,
+    "hidden_size": 4096,
+    "hybrid_override_pattern": "M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M*-M-M-M-M-M-",
+    "intermediate_size": 21504,
+    "layer_norm_epsilon": 1e-05,
+    "mamba_head_dim": 64,
+    "mamba_hidden_act": "silu",
+    "mamba_num_heads": 128,
+    "mamba_proj_bias": False,
+    "max_position_embeddings": 8192,
+    "mlp_bias": False,
+    "mlp_hidden_act": "relu2",
+    "model_type": "nemotron_h",
+    "n_groups": 8,
+    "num_attention_heads": 32,
+    "num_hidden_layers": 52,
+    "num_key_value_heads": 8,
+    "num_logits_to_keep": 1,
+    "rescale_prenorm_residual": True,
+    "residual_in_fp32": False,
+    "rms_norm_eps": 1e-05,
+    "ssm_state_size": 128,
+    "tie_word_embeddings": False,
+    "use_bias": False,
+    "use_conv_bias": True,
+    "use_mamba_kernels": True,
+    "vocab_size": 131072,
+}
+
+
+def test_published_configs_are_read():
     nano = SIZES["nemotron_h"]["3-Nano-30B-A3B"]
     assert HF.config.args_from_config(PUBLISHED) == nano
+    assert HF.config.args_from_config(OF_8B) == SIZES["nemotron_h"]["8B"]
     assert [nano.letters.count(letter) for letter in "ME*"] == [23, 23, 6]
     assert (round(nano.num_parameters / 1e9, 2), round(nano.num_active_parameters / 1e9, 2)) == (31.58, 3.58)
     assert round(SIZES["nemotron_h"]["8B"].num_parameters / 1e9, 2) == 8.1

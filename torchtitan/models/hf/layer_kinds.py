@@ -86,6 +86,8 @@ def read_interval(
     """
     interval, private = read_number(config, interval_key, default), config.get(f"_{interval_key}")
     if (entries := config.get(entries_key)) is None:
+        if interval < 1:
+            raise JobError(f"{interval_key} = {interval}; allowed: at least 1")
         sources = {f"{interval_key} or its default": interval, f"_{interval_key}": private}
         return agreed_value("the layers of each kind", sources, f"set {interval_key} to the right one")
     if interval_key in config and interval > 0 and entries == every_nth(n_layers, interval, last, other):

@@ -73,6 +73,7 @@ class NemotronHMoEArgs(SoloArgs, GroupedMoEArgs):
     score: ClassVar = "sigmoid"
     expert_bias: ClassVar = True
     gated_experts: ClassVar = False
+    mlp_bias: ClassVar = False
     LETTERS: ClassVar = "*ME"
 
     @property
@@ -166,10 +167,14 @@ def _from_hf(config: Mapping[str, Any]) -> NemotronHArgs | NemotronHMoEArgs:
     sizes |= {name: read_number(config, key, default) for name, (key, default) in NUMBERS.items()}
     sizes |= {name: read_flag(config, key, default) for name, (key, default) in FLAGS.items()}
     sizes |= {"ssm_out_bias": sizes["ssm_bias"], "layer_pattern": letters}
+    # of the program that trained Nemotron-H; transformers does not read them
+    check_supported(config, {"attention_head_dim": sizes["head_dim"], "rms_norm_eps": sizes["norm_eps"]})
     if "E" not in letters:
         return NemotronHArgs(**sizes, ffn_dim=read_number(config, "intermediate_size", 21504))
     if "-" in letters:
         raise JobError(f"layers of the kinds {KINDS['-']} and {KINDS['E']}; allowed: one of the two")
+    check_supported(config, {"mlp_bias": False})
+    del sizes["mlp_bias"]
     sizes |= {name: read_number(config, key, default) for name, (key, default) in EXPERT_NUMBERS.items()}
     width = read_number(config, SHARED_KEY, 7688)
     shared = number_of_shared_experts(SHARED_KEY, width, "moe_intermediate_size", sizes["expert_dim"])
@@ -201,11 +206,12 @@ def _read_letters(config: Mapping[str, Any]) -> str:
 USED = {"vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "tie_word_embeddings", PATTERN_KEY}
 USED |= {"intermediate_size", *KIND_LISTS, "mlp_hidden_act", "mamba_hidden_act", "attention_bias", SHARED_KEY}
 USED |= {key for key, _ in (NUMBERS | FLAGS | EXPERT_NUMBERS).values()} | {"norm_topk_prob", "time_step_limit"}
+USED |= {"attention_head_dim", "rms_norm_eps"}
 # of multi-token prediction, which transformers does not read either; of initial values, computing and older programs
 _OTHERS = ("num_nextn_predict_layers", "mtp_layers_block_type", "mtp_hybrid_override_pattern", "keep_mtp")
 _OTHERS += ("time_step_max", "time_step_floor", "rescale_prenorm_residual", "residual_in_fp32", "chunk_size", "expand")
 _OTHERS += ("mamba_ssm_cache_dtype", "use_mamba_kernels", "num_logits_to_keep", "moe_shared_expert_overlap")
-_OTHERS += ("n_shared_experts", "mamba_proj_bias", "rope_theta", "partial_rotary_factor", "norm_eps")
+_OTHERS += ("n_shared_experts", "mamba_proj_bias", "rope_theta", "partial_rotary_factor", "norm_eps", "time_step_rank")
 KEYS = config_keys(USED, harmless=_OTHERS, defaults={"hidden_dropout": 0.0, "sliding_window": None})
 ALIASES = {"num_local_experts": "n_routed_experts"}
 ALIASES |= {"mamba_n_groups": "n_groups", "mamba_d_conv": "conv_kernel", "mamba_dt_min": "time_step_min"}
