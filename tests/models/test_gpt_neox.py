@@ -5,6 +5,7 @@ import torch
 
 from tests.support.hf_parity import build, same, write_folder
 from tests.support.tiny_decoders import GATED
+from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES
 from torchtitan.models.gpt_neox.model import HF
 
@@ -25,6 +26,7 @@ PYTHIA = {  # EleutherAI/pythia-1.4b
     "use_parallel_residual": True,
     "vocab_size": 50304,
 }
+FACTOR = "partial_rotary_factor"
 OF_20B = {"hidden_act": "gelu_fast", "hidden_size": 6144, "intermediate_size": 24576, "num_attention_heads": 64}
 OF_20B |= {"num_hidden_layers": 44, "vocab_size": 50432, "attention_probs_dropout_prob": 0, "hidden_dropout_prob": 0}
 OF_REDPAJAMA = {"hidden_size": 2560, "intermediate_size": 10240, "num_attention_heads": 32, "num_hidden_layers": 32}
@@ -34,6 +36,17 @@ OF_REDPAJAMA |= {"rotary_pct": 1.0, "use_parallel_residual": False, "vocab_size"
 @pytest.mark.parametrize("flavor, change", [("pythia-1.4B", {}), ("20B", OF_20B), ("redpajama-3B", OF_REDPAJAMA)])
 def test_published_configs_are_read(flavor, change):
     assert HF.config.args_from_config(PYTHIA | change) == SIZES["gpt_neox"][flavor]
+
+
+@pytest.mark.parametrize("key, name, value", [("rope_theta", "rotary_emb_base", 77.0), (FACTOR, "rotary_pct", 0.5)])
+def test_second_names_count_in_a_table_only(key, name, value):
+    """Beside one transformers takes the default of the first name."""
+    config = {other: setting for other, setting in PYTHIA.items() if other != name}
+    table = {"rope_type": "linear", "factor": 2.0}
+    with pytest.raises(JobError, match=f"{key}: {name} or its default is .*, but {key} is {value}"):
+        HF.config.args_from_config(config | {"rope_scaling": table, key: value})
+    args = HF.config.args_from_config(config | {"rope_scaling": table | {key: value}, key: value})
+    assert value in (args.rope_theta, args.rotary_dim / args.head_dim)
 
 
 @pytest.mark.parametrize("shape", ["gpt_neox", "gpt_neox in turn"])

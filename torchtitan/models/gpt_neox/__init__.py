@@ -91,9 +91,10 @@ def _from_hf(config: Mapping[str, Any]) -> GPTNeoXArgs:
     activation, plain = config.get("hidden_act", "gelu"), dict(config)
     if activation not in ("gelu", *APPROXIMATE):
         raise JobError(f"hidden_act = {activation!r}, but this model only has 'gelu' and {', '.join(APPROXIMATE)}")
-    has_table = config.get("rope_parameters") or config.get("rope_scaling")
+    tables = (config.get(name) for name in ("rope_parameters", "rope_scaling"))
+    table_keys = {key for table in tables if isinstance(table, Mapping) for key in table}
     for name, (key, default) in RENAMED.items():
-        if name in config or (key in config and not has_table):  # transformers reads `name` alone
+        if name in config or (key in config and key not in table_keys):  # transformers reads `name` alone
             values = {f"{name} or its default": read_number(config, name, default), key: config.get(key)}
             plain[key] = agreed_value(key, values, "remove the wrong one")
     return GPTNeoXArgs(
