@@ -363,6 +363,7 @@ LONG = {"type": "longrope", "short_factor": [1.0, 1.0, 2.0, 3.0], "long_factor":
         ("lfm2", {"layer_types": None, "full_attn_idxs": [3]}, r"full_attn_idxs = \[3\]; allowed: null or a lis"),
         ("lfm2", {"layer_types": None, "full_attn_idxs": 1}, "full_attn_idxs = 1; allowed: null or a list of layers"),
         ("lfm2", {"block_auto_adjust_ff_dim": True, "block_multiple_of": 0}, "block_multiple_of = 0; allowed: at le"),
+        ("lfm2", {"block_ffn_dim_multiplier": None}, "block_ffn_dim_multiplier = None; allowed: a finite number; corr"),
         ("lfm2", {"block_ff_dim": 9}, "intermediate_size: .* must be equal; remove the wrong one"),
         ("lfm2", {"block_use_swiglu": False}, "block_use_swiglu = False"),
         ("lfm2", {"conv_bias": None}, "conv_bias = None; allowed: true or false"),

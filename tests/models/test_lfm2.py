@@ -3,6 +3,8 @@
 import dataclasses
 
 import pytest
+from transformers import Lfm2Config
+from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 
 from tests.support.tiny_decoders import GATED
 from torchtitan.core.random_draws import Normal
@@ -59,6 +61,13 @@ def test_a_published_config_is_read():
 def test_layers_with_attention_may_be_listed(layers, pattern):
     config = SPEC.hf.config_to_hf(GATED["lfm2"]) | {"layer_types": None, "full_attn_idxs": layers}
     assert SPEC.hf.config.args_from_config(config) == dataclasses.replace(GATED["lfm2"], layer_pattern=pattern)
+
+
+@pytest.mark.parametrize("factor", [1.0, 1.3])
+def test_widths_are_adjusted_as_in_transformers(factor):
+    changed = {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": factor, "intermediate_size": 50}
+    config = SPEC.hf.config_to_hf(GATED["lfm2"]) | changed | {"block_multiple_of": 8}
+    assert SPEC.hf.config.args_from_config(config).ffn_dim == Lfm2MLP(Lfm2Config(**config)).w1.out_features
 
 
 def test_initial_values_of_convolutions():

@@ -158,7 +158,7 @@ def _from_hf(config: Mapping[str, Any]) -> Lfm2Args:
 def _adjusted(width: int, config: Mapping[str, Any]) -> int:
     """Return the width of feed-forwards, that by default is 2/3 of the config's, rounded up."""
     multiple = read_number(config, "block_multiple_of", 256)
-    factor = read_number(config, "block_ffn_dim_multiplier", 1.0, null=1.0)
+    factor = read_number(config, "block_ffn_dim_multiplier", 1.0)
     if not read_flag(config, "block_auto_adjust_ff_dim", True):
         return width
     if multiple < 1:
