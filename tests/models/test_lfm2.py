@@ -1,6 +1,7 @@
 """LFM 2: what it has beyond the gated decoders, which test_gated.py compares."""
 
 import dataclasses
+import json
 
 import pytest
 from transformers import Lfm2Config
@@ -9,6 +10,7 @@ from transformers.models.lfm2.modeling_lfm2 import Lfm2MLP
 from tests.support.tiny_decoders import GATED
 from torchtitan.core.random_draws import Normal
 from torchtitan.models import SIZES
+from torchtitan.models.hf.save import SourceConfigs, build_extra_files
 from torchtitan.models.lfm2.model import MOE_SPEC, SPEC, Lfm2
 
 FULL, SHORT = "full_attention", "conv"
@@ -68,6 +70,16 @@ def test_widths_are_adjusted_as_in_transformers(factor):
     changed = {"block_auto_adjust_ff_dim": True, "block_ffn_dim_multiplier": factor, "intermediate_size": 50}
     config = SPEC.hf.config_to_hf(GATED["lfm2"]) | changed | {"block_multiple_of": 8}
     assert SPEC.hf.config.args_from_config(config).ffn_dim == Lfm2MLP(Lfm2Config(**config)).w1.out_features
+
+
+def test_an_untied_export_has_no_second_name_of_the_tie():
+    """transformers would read it in place of the first."""
+    args = dataclasses.replace(GATED["lfm2"], tied_embeddings=False)
+    source = SourceConfigs(SPEC.hf.config_to_hf(GATED["lfm2"]) | {"tie_embedding": True})
+    options = dict(source=source, tokenizer_files={}, bos_id=None, end_ids=[])
+    written = json.loads(build_extra_files(SPEC.hf.config, args, "bfloat16", **options)["config.json"])
+    assert SPEC.hf.config.args_from_config(written) == args
+    assert not Lfm2Config(**written).tie_word_embeddings
 
 
 def test_initial_values_of_convolutions():

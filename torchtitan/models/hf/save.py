@@ -305,6 +305,7 @@ def build_extra_files(
     if source is not None and _is_same_model(converter, args, source):
         # the model is computed without ignored keys
         left_out = {*SOURCE_ONLY_FIELDS, *ROTARY_FIELDS, *converter.ignored_keys}
+        left_out |= {name for name, key in converter.aliases.items() if key in REWRITTEN_FIELDS}
         source_config = {key: value for key, value in source.config.items() if key not in left_out}
         config_fields = source_config | {
             key: config_fields[key] for key in (*REWRITTEN_FIELDS, *TASK_FIELDS) if key in config_fields
