@@ -28,11 +28,19 @@ Changes = dict[str, Any]
 """Options of a job by dotted name."""
 
 
+def _parts_of_layer(args: Any, layer: int) -> set[str]:
+    """Return the parts of a layer that have matrices: attention and a feed-forward or experts, or one of the two."""
+    return {name.partition(".")[0] for name in args.block_linears(layer)}
+
+
 def planning_obstacle(model: JobModel) -> str:
     """Return why the formulas do not describe a job of this model; empty if they do."""
     name, task = model.model.name, model.task.kind
     if not hasattr(model.args, "block_linears"):
         return f"model.name = {name!r}: the formulas are of decoders; `torchtitan estimate` predicts its memory"
+    if any(len(_parts_of_layer(model.args, layer)) < 2 for layer in range(model.args.n_layers)):
+        reason = "the formulas do not describe layers of one part alone; `torchtitan estimate` predicts its memory"
+        return f"model.name = {name!r}: {reason}"
     if getattr(model.args, "n_state_layers", 0):
         reason = "the formulas do not describe layers with a state; `torchtitan estimate` predicts its memory"
         return f"model.name = {name!r}: {reason}"
