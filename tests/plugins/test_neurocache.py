@@ -5,11 +5,15 @@ import itertools
 import pytest
 import torch
 
-from tests.support.remembering import plain, read, remembering, segments
+from tests.support.remembering import SMALL, plain, read, remembering, segments
+from tests.support.tiny_decoders import GATED
+from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.core.random_draws import clean_name
 from torchtitan.models.kv_cache import reader_for
+from torchtitan.models.spec import MODELS
 from torchtitan.parallelisms.parallelize import apply_activation_checkpoint
+from torchtitan.plugins.neurocache.adapter import Neurocache
 from torchtitan.plugins.neurocache.attention import EntryAttention, Retrieved, shift_tokens
 from torchtitan.plugins.neurocache.cache import (
     CacheSegment,
@@ -358,6 +362,16 @@ def test_invalid_options_are_refused(options, message):
     with pytest.raises(JobError) as raised:
         remembering(**options)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize("family", ["glm4_moe", "granite4", "nemotron_h"])
+def test_models_without_plain_attention_are_refused(family):
+    """Queries have norms, a mixer is in the place of attention, or a block has no attention."""
+    spec = MODELS[family]
+    model = spec.build(GATED[family])
+    installed = Neurocache(Options(kind="neurocache", neurocache=Cache(**SMALL)))
+    with pytest.raises(JobError, match=f"with {type(model).__name__}: it is added to causal attention"):
+        installed.install(model, spec.plan)
 
 
 def test_a_segment_that_is_longer_than_the_cache_is_refused():

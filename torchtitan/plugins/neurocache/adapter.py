@@ -22,6 +22,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.random_draws import local_part
 from torchtitan.core.tensor_storage import Deferred, Value
 from torchtitan.models.attention import GroupedQueryAttention
+from torchtitan.models.decoder import ResidualBlock
 from torchtitan.models.flops import FlopsPerToken
 from torchtitan.models.hf.names import TensorMap
 from torchtitan.parallelisms.parallel_model import Batch, StatefulAdapter
@@ -32,6 +33,10 @@ from torchtitan.plugins.neurocache.cache import HitStatistics
 from torchtitan.plugins.neurocache.memory import CacheMemory
 from torchtitan.plugins.neurocache.sizes import cache_flops, cache_misfits, layers_of, split_layers_message
 
+_MISFIT = (
+    "adapter.kind = 'neurocache' with {}: it is added to causal attention of grouped heads without query norms; "
+    "allowed are Llama, Mistral and OPT"
+)
 PCA_SEGMENTS = 256
 """Number of segments that initialize the compression with init = "pca"."""
 
@@ -62,6 +67,8 @@ class Neurocache(Adapter, StatefulAdapter):
         self.n_layers, self.dim = len(blocks), model.args.dim
         self.heads, self.head_dim = model.args.n_heads, model.args.head_dim
         layers = self.layers = layers_of(options, len(blocks))
+        if not isinstance(blocks[str(layers.first)], ResidualBlock):
+            raise JobError(_MISFIT.format(type(model).__name__))
         norm = blocks[str(layers.first)].attention_norm
         if self.linear_adapter is not None:
             plan = self.linear_adapter.convert(model, plan)
@@ -74,10 +81,7 @@ class Neurocache(Adapter, StatefulAdapter):
                 or attention.q_norm is not None
                 or not attention.kernel.causal
             ):
-                raise JobError(
-                    f"adapter.kind = 'neurocache' with {type(model).__name__}: it is added to causal attention "
-                    f"of grouped heads without query norms; allowed are Llama, Mistral and OPT"
-                )
+                raise JobError(_MISFIT.format(type(model).__name__))
             attention.__class__ = CachedAttention
             with norm.weight.device:
                 attention.add_cache(
