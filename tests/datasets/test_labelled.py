@@ -7,10 +7,14 @@ import json
 import numpy as np
 import pytest
 
+from tests.support.loaders import loader, rows
+from tests.support.shards import make_shards
+from tests.support.shards import write as write_texts
 from torchtitan.datasets import labelled, open_source
 from torchtitan.datasets.encoding import encode
 from torchtitan.datasets.preparing import PrepareOptions
 from torchtitan.datasets.record_format import LabelledFields, RecordReader
+from torchtitan.datasets.sample_packing import Packing
 from torchtitan.datasets.samples import IGNORE, class_arrays, masked_lm_arrays
 from torchtitan.datasets.sources import DataError, Document, LabelledTexts
 from torchtitan.datasets.tokenizer import build_tokenizer
@@ -205,3 +209,21 @@ def test_a_hidden_word_is_its_own_label():
     assert tokens.tolist() == [[BOS, 5, 6, EOS, BOS]] and positions.tolist() == [[0, 1, 2, 3, 0]]
     assert labels.tolist() == [[IGNORE, 5, 6, IGNORE, IGNORE]]
     assert (masked_lm_arrays(rows, begins, False, 258, None)[1] == tokens).all()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_record_that_fills_the_last_step_up_has_no_label_at_its_end(tmp_path, ranks):
+    make_shards(write_texts(tmp_path / "rows.jsonl", ["ab", "c", "def"]), tmp_path / "shards")
+    samples = []
+    for rank in range(ranks):
+        options = dict(packing=Packing(1, EOS), labels="ends", epochs=1, local_batch_size=4 // ranks)
+        shards = loader(tmp_path / "shards", "tokens", dp_rank=rank, dp_size=ranks, **options)
+        samples += [sample for batch in shards for sample in rows(batch)]
+        shards.close()
+    last = [
+        (tokens[place], tokens[place + 1])
+        for tokens, labels, *_ in samples
+        for place, label in enumerate(labels)
+        if label != IGNORE
+    ]
+    assert len(samples) == 4 and last == [(EOS, EOS)] * 3, "the token before padding, of each of three records"

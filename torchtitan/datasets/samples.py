@@ -124,15 +124,17 @@ def class_arrays(
     return arrays
 
 
-def end_arrays(rows: np.ndarray, begins: Begins, vocab_size: int) -> list[np.ndarray]:
+def end_arrays(rows: np.ndarray, begins: Begins, vocab_size: int, trained: np.ndarray) -> list[np.ndarray]:
     """Return arrays like next_token_arrays with a document mask, and 0 as the label of each row's last token alone.
 
-    A row is one record, padded on the right by at least a token.
+    A row is one record, padded on the right by at least a token. One without trained tokens, which fills a step up, has
+    no label.
     """
     arrays = next_token_arrays(rows, begins, True, vocab_size)
     _, labels, documents, _ = arrays
     labels[:] = IGNORE
-    labels[np.arange(len(rows)), (documents == documents[:, :1]).sum(1) - 1] = 0
+    last = (documents == documents[:, :1]).sum(1) - 1
+    labels[np.arange(len(rows)), last] = np.where(trained.any(1), 0, IGNORE)
     return arrays
 
 
@@ -206,7 +208,8 @@ class BatchFormat:
             if self.labels == "same":
                 arrays = masked_lm_arrays(rows, begins, self.document_mask, vocab_size, trained)
             elif self.labels == "ends":
-                arrays = end_arrays(rows, begins, vocab_size)
+                assert trained is not None, "rewards are of whole records"
+                arrays = end_arrays(rows, begins, vocab_size, trained)
             else:
                 assert self.packing is not None and trained is not None, "classes are of whole records"
                 arrays = class_arrays(rows, begins, vocab_size, trained, self.packing.pad_id, self.labels == "first")
