@@ -22,6 +22,8 @@ from torchtitan.datasets.record_format import RecordReader
 from torchtitan.datasets.tokenizer import build_tokenizer
 from torchtitan.job import ResolvedJob
 from torchtitan.losses.classification import ClassCrossEntropy, classification_metrics
+from torchtitan.models.gpt2 import CONFIG as GPT2_CONFIG
+from torchtitan.models.gpt2 import GPT2Args
 from torchtitan.models.hf.save import SourceConfigs, build_extra_files
 from torchtitan.models.roberta import CONFIG, RobertaArgs
 from torchtitan.training.inference_model import load_model
@@ -80,6 +82,20 @@ def test_an_exported_config_names_the_new_head():
     )
     assert config["architectures"] == ["RobertaForSequenceClassification"] and config["initializer_range"] == 0.3
     assert config["id2label"] == {"0": "LABEL_0", "1": "LABEL_1"} and config["pad_token_id"] == 1
+
+
+@pytest.mark.parametrize(
+    "n_classes, pad_id, expected", [(2, None, 7), (2, 3, 3), (2, 7, 7), (1, 3, 3), (1, 7, None), (1, None, None)]
+)
+def test_an_end_token_is_no_padding_of_a_reward_model(n_classes, pad_id, expected):
+    """A reward is read at it, but transformers reads the last token that is no padding."""
+    args = GPT2Args(dim=16, n_layers=1, n_heads=2, ffn_dim=16, n_classes=n_classes)
+    ids = dict(tokenizer_files={}, bos_id=0, end_ids=[7, 9], pad_id=pad_id)
+    for own_pad in (None, 9):
+        source = SourceConfigs(GPT2_CONFIG.to_hf(args) | {"pad_token_id": own_pad})
+        files = build_extra_files(GPT2_CONFIG, args, "float32", source=source, **ids)
+        is_own_kept = own_pad is not None and n_classes > 1
+        assert json.loads(files["config.json"])["pad_token_id"] == (own_pad if is_own_kept else expected)
 
 
 QUICK = dict(training__steps=3, validation__freq=3, lr_scheduler__warmup_steps=1, model__overrides=DEEPER)

@@ -70,6 +70,7 @@ def hf_extra_files(model: JobModel, vocabulary: Tokenizer, dtype: str) -> dict[s
         tokenizer_files=vocabulary.as_hf_files() | template_file(vocabulary),
         bos_id=vocabulary.bos_id,
         end_ids=sorted(end_of_turn_ids(vocabulary)),
+        pad_id=vocabulary.pad_id,
         labels=model.task.labels,
     )
 

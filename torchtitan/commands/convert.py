@@ -202,6 +202,7 @@ class Conversion:
             tokenizer_files={} if vocabulary is None else vocabulary.as_hf_files() | template_file(vocabulary),
             bos_id=None if vocabulary is None else vocabulary.bos_id,
             end_ids=[] if vocabulary is None else sorted(end_of_turn_ids(vocabulary)),
+            pad_id=None if vocabulary is None else vocabulary.pad_id,
         )
         if vocabulary is None:
             return {CONFIG: files[CONFIG]}

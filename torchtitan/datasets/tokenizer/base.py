@@ -73,6 +73,11 @@ class Tokenizer(ABC):
         return {key: names[number] for key, number in ids.items() if number is not None and number in names}
 
     @property
+    def pad_id(self) -> int | None:
+        """Return the id of the special token that pads batches elsewhere, if the tokenizer's files name one."""
+        return self.special_tokens.get(self.template_tokens.get("pad_token", ""))
+
+    @property
     def begin_ids(self) -> list[int]:
         """Return the ids that begin a document: one, or none."""
         return [] if self.bos_id is None else [self.bos_id]

@@ -293,12 +293,13 @@ def build_extra_files(
     tokenizer_files: Mapping[str, bytes],
     bos_id: int | None,
     end_ids: Sequence[int],
+    pad_id: int | None = None,
     labels: Sequence[str] = (),
 ) -> dict[str, bytes]:
     """Return the files to write next to the weights, by name.
 
-    `end_ids`: tokens that end a text. `labels`: names of the classes. Raises JobError for sizes that transformers does
-    not support.
+    `end_ids`: tokens that end a text. `pad_id`: the tokenizer's padding. `labels`: names of the classes. Raises
+    JobError for sizes that transformers does not support.
     """
     config_fields = converter.to_hf(args, dtype)
     generation: dict[str, Any] = {}
@@ -318,9 +319,11 @@ def build_extra_files(
     ids = {"bos_token_id": bos_id, "eos_token_id": ends}
     config_fields |= {key: _choose_token_ids(config_fields.get(key), id_) for key, id_ in ids.items()}
     generation |= {key: _choose_token_ids(generation.get(key, config_fields[key]), id_) for key, id_ in ids.items()}
-    if "id2label" in config_fields and config_fields.get("pad_token_id") is None:
-        # transformers finds the last token of a text by it
-        config_fields["pad_token_id"] = next(iter(end_ids), None)
+    if "id2label" in config_fields:  # transformers finds the last token of a text by its padding
+        pads = (config_fields.get("pad_token_id"), pad_id, *end_ids[:1])
+        # A reward is read at the end token, if the answer has one, which then must not count as padding.
+        usable = [pad for pad in pads if pad is not None and not (args.n_classes == 1 and pad in end_ids)]
+        config_fields["pad_token_id"] = next(iter(usable), None)
     if labels:
         config_fields |= {"id2label": dict(enumerate(labels)), "label2id": {name: n for n, name in enumerate(labels)}}
     configs = {CONFIG: config_fields, GENERATION: generation}
