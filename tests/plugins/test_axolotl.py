@@ -208,6 +208,11 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ),
     ({"peft_layers_to_transform": [1, 2]}, LORA, {"adapter.layers": [1, 2]}),
     ({"lora_modules_to_save": ["embed_tokens"]}, LORA, {"adapter.train_fully": ["tok_embeddings.weight"]}),
+    (
+        {"reward_model": True, "datasets": [REWARDED], "lora_modules_to_save": ["score"]},
+        LORA,
+        {"adapter.train_fully": ["output.weight"], "adapter.last_save_in_peft": None},
+    ),
     ({"lora_model_dir": "old"}, LORA, {"adapter.initial_path": "old"}),
     ({"peft_adapter": "old"}, LORA, {"adapter.initial_path": "old"}),
     ({"relora_steps": 20, "relora_warmup_steps": 5}, LORA, {"adapter.relora.every": 20, "adapter.save": None}),
@@ -252,8 +257,9 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ({"reward_model": True, "datasets": [REWARDED]}, FULL, {"task.kind": "reward", "data.deduplicate": None}),
     (
         {"reward_model": True, "datasets": [REWARDED], "num_labels": 1, "center_rewards_coefficient": 0.01},
-        FULL | {"min_sample_len": 9},
-        {"task.options": {"center_coefficient": 0.01}, "model.overrides": {"n_classes": 1}, "data.min_tokens": None},
+        FULL | {"min_sample_len": 9, "train_on_inputs": True, "excess_length_strategy": "truncate"},
+        {"task.options": {"center_coefficient": 0.01}, "model.overrides": {"n_classes": 1}, "data.min_tokens": None}
+        | {"data.train_on": "completion", "data.too_long": "drop"},
     ),
     ({"bf16": "full"}, FULL, {"training.dtype": "bfloat16"}),
     ({"bf16": "yes"}, FULL | {"bf16": None}, {"training.mixed_precision_param": "bfloat16"}),
@@ -602,6 +608,9 @@ WRONG = [  # an option, its value, the job it is added to, and a part of the err
     ("datasets", [REWARDED | {"field": "a"}], FULL | {"reward_model": True}, "it belongs to another type"),
     ("num_labels", 2, FULL | {"reward_model": True, "datasets": [REWARDED]}, "other heads are not trained"),
     ("num_labels", 1, FULL, "1, with reward_model: true"),
+    ("jagged_restart_warmup_steps", 5, LORA, "nothing without relora: true"),
+    ("jagged_restart_anneal_steps", 5, LORA, "nothing without relora: true"),
+    ("jagged_restart_anneal_steps", 5, FULL, "nothing without an adapter"),
     ("center_rewards_coefficient", 0.1, FULL, "nothing without reward_model: true"),
     ("center_rewards_coefficient", -0.1, FULL, "at least 0"),
     ("dataset_exact_deduplication", True, STREAM, "nothing with pretraining_dataset"),

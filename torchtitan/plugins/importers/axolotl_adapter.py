@@ -16,8 +16,11 @@ VOCABULARY_MODULES = ("embed_tokens", "lm_head")
 PRUNE_RATIO = 0.999
 """Fraction of the moments of A and B that a restart prunes."""
 TARGETS = "lora_target_modules"
+OF_RESTARTS = ("jagged_restart_steps", "jagged_restart_warmup_steps", "jagged_restart_anneal_steps")
+OF_RESTARTS += ("relora_prune_ratio", "relora_prune_method")
+"""Options that only belong to relora: true."""
 ADAPTER_OPTIONS: tuple[str, ...] = (TARGETS, PARAMETERS, "lora_modules_to_save", "peft_use_dora")
-ADAPTER_OPTIONS += ("relora_steps", "relora", "jagged_restart_steps")
+ADAPTER_OPTIONS += ("relora_steps", "relora", *OF_RESTARTS)
 NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "load_in_4bit": True}
 """The 4-bit options of bitsandbytes with the only supported values."""
 
@@ -72,6 +75,8 @@ class AdapterTranslation:
     def _targets(self) -> None:
         options, values = self.options, self.values
         full_modules = list(options["lora_modules_to_save"] or [])
+        if options["reward_model"]:  # peft trains the head of classes, whose name is score
+            full_modules = ["lm_head", *(name for name in full_modules if name not in ("score", "lm_head"))]
         if self.new_tokens and (missing := [name for name in VOCABULARY_MODULES if name not in full_modules]):
             self.note(f"rows of new tokens are trained, so {' and '.join(missing)} are trained with the adapter")
             full_modules += missing
@@ -131,7 +136,7 @@ class AdapterTranslation:
         if options["relora"] and not every:
             self._jagged_restarts()
             return
-        for name in ("jagged_restart_steps", "relora_prune_ratio", "relora_prune_method"):
+        for name in OF_RESTARTS:
             if options[name]:
                 self.refuse(name, options[name], "nothing without relora: true", "give it too, or drop this one")
         if every:

@@ -136,7 +136,10 @@ class DataTranslation:
         if not entries:
             self.refuse("datasets", None, "at least one entry with its path", "name the training data")
         self._set_sources("training", self._sources("datasets", entries))
-        values["data.train_on"] = "all" if options["train_on_inputs"] else "completion"
+        learns_inputs = bool(options["train_on_inputs"])
+        if learns_inputs and options["reward_model"]:
+            self.note("train_on_inputs: no effect with reward_model, as in Axolotl: the last token is read")
+        values["data.train_on"] = "all" if learns_inputs and not options["reward_model"] else "completion"
         values["data.packing"] = "best_fit" if options["sample_packing"] else "off"
         are_texts = bool(entries) and all(
             isinstance(entry, dict) and entry.get("type") == "completion" for entry in entries
@@ -177,7 +180,10 @@ class DataTranslation:
         if (least := options["min_sample_len"] or 0) > SHORTEST and not are_pairs:
             values["data.min_tokens"] = least
         elif least > SHORTEST:
-            self.note("min_sample_len: no effect with rl, as in Axolotl; data.min_tokens would leave out short answers")
+            cause = "reward_model" if options["reward_model"] else "rl"
+            self.note(
+                f"min_sample_len: no effect with {cause}, as in Axolotl; data.min_tokens would leave out short answers"
+            )
         if not options["dataset_exact_deduplication"]:
             return
         values["data.deduplicate"] = True
@@ -219,6 +225,7 @@ class DataTranslation:
         if not is_reward:
             return
         make_reward_model(values, coefficient)
+        values["data.too_long"] = "drop"
         self.note("reward_model: not the same: pairs of more tokens are left out, and counted; Axolotl cuts them")
 
     def _held_out(self) -> bool:
