@@ -189,6 +189,8 @@ def test_the_last_token_is_read(tmp_path, capsys):
     assert cli.main(["prepare", *argv(24)]) == 0
     assert cli.main(["prepare", *argv(23)]) == 2
     assert "24 tokens, but a sample of training.seq_len = 23 has room for 23; raise" in capsys.readouterr().err
+    assert cli.main(["prepare", *argv(23), "--data.too_long=drop"]) == 2
+    assert "training.seq_len = 24 would keep 99 % whole" in capsys.readouterr().err
 
 
 REFUSED = {

@@ -133,8 +133,8 @@ class JobDatasets:
         """Log the records of each source and how well they fill the samples."""
         for source in sources:
             header, seq_len = source.header, self.config.training.seq_len
-            is_given = self.config.data.max_tokens is not None
-            records = f": {describe_records(header['records'], seq_len, is_given)}" if "records" in header else ""
+            options = seq_len, self.config.data.max_tokens is not None, self.task.labels != "ends"
+            records = f": {describe_records(header['records'], *options)}" if "records" in header else ""
             share = header.get("trained_tokens", header["tokens"]) / max(1, header["tokens"])
             logger.info("records    %s%s; %.1f %% of the tokens trained", source.name, records, 100 * share)
         logger.info("samples    %s", self.describe_samples(sources))

@@ -66,8 +66,8 @@ def prepared(job: ResolvedJob) -> list[str]:
             name = f"{section}: {source_name[len(section) + 2 - WIDTH :]}"
             lines.append(f"{name:{WIDTH}} " + " ".join(f"{cell:>9}" for cell in row(header)))
             unread += unread_lines([weighted.source], tokenizer)
-            is_given = config.data.max_tokens is not None
-            if hint := advice(header["records"], config.training.seq_len, is_given) if "records" in header else "":
+            options = config.training.seq_len, config.data.max_tokens is not None, job.model.spec.labels != "ends"
+            if hint := advice(header["records"], *options) if "records" in header else "":
                 advices[name] = hint
             if "note" in header:
                 lines.append(f"{name}: {header['note']}")

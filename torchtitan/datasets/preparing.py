@@ -240,7 +240,8 @@ class RecordStatistics:
         """Explain why a source has no tokens, and what to change."""
         if options.max_tokens is None or not (self.outcomes["dropped"] or self.outcomes["short"]):
             return "no text in it; give documents with text"
-        description = describe_records(self.to_dict(), options.max_tokens - 1, options.is_given)
+        seq_len = options.max_tokens - options.has_last_label
+        description = describe_records(self.to_dict(), seq_len, options.is_given, options.has_last_label)
         limits = "data.max_tokens and " * options.is_given + "training.seq_len"
         remedy = f"raise {limits}, or set data.too_long" if self.outcomes["dropped"] else "lower data.min_tokens"
         return f"no record is left of it ({description}); {remedy}"
@@ -254,23 +255,23 @@ class RecordStatistics:
         return {"fates": outcomes, "lengths": {str(p): length for p, length in zip(PERCENTILES, lengths, strict=True)}}
 
 
-def describe_records(records: dict[str, Any], seq_len: int, is_given: bool) -> str:
+def describe_records(records: dict[str, Any], seq_len: int, is_given: bool, has_last_label: bool = True) -> str:
     """Describe the result of RecordStatistics.to_dict, with advice if records were cut or dropped for their length."""
     outcomes, lengths = records["fates"], records["lengths"]
     description = ", ".join(f"{count:,} {outcome}" for outcome, count in outcomes.items())
     description += "; lengths " + ", ".join(f"{length} ({p} %)" for p, length in lengths.items())
-    return "; ".join(filter(None, (description, advice(records, seq_len, is_given))))
+    return "; ".join(filter(None, (description, advice(records, seq_len, is_given, has_last_label))))
 
 
-def advice(records: dict[str, Any], seq_len: int, is_given: bool) -> str:
+def advice(records: dict[str, Any], seq_len: int, is_given: bool, has_last_label: bool = True) -> str:
     """Suggest a seq_len that keeps most records uncut; empty if few were cut or dropped.
 
-    `is_given`: the job sets data.max_tokens."""
+    `is_given`: the job sets data.max_tokens. `has_last_label`: of PrepareOptions."""
     outcomes, lengths = records["fates"], records["lengths"]
     cut = sum(outcomes.get(outcome, 0) for outcome in ("truncated", "split", "dropped"))
     if cut <= (1 - ADVISED_FRACTION) * sum(outcomes.values()):
         return ""
-    length = max(lengths["99"] - 1, seq_len)
+    length = max(lengths["99"] - has_last_label, seq_len)
     with_limit = f" with data.max_tokens = {lengths['99']}" if is_given else ""
     return f"training.seq_len = {length}{with_limit} would keep 99 % whole"
 
