@@ -143,7 +143,7 @@ def table() -> list[Combination]:
     """Return all rows of the table."""
     rows = data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks() + adapters()
     rows += float8() + gpt2() + roberta() + neurocache() + embedding_noise() + rope_scaling() + group_attention()
-    rows += windows_of_some_layers() + gated_families() + with_states()
+    rows += windows_of_some_layers() + gated_families() + with_states() + rewards()
     return once_in_float32(dict.fromkeys(row if row.pp > 1 else replace(row, microbatch_size=2) for row in rows))
 
 
@@ -771,6 +771,16 @@ def roberta() -> list[Combination]:
     rows += [Combination(**COMPOSED["CP 2"], model="roberta", task="seq_cls", method="ring", recompute="full")]
     rows += [Combination(**COMPOSED["PP 2"], model="roberta", task="seq_cls", schedule="DualPipeV")]
     rows += [Combination(**layout, model="gpt2", task="seq_cls") for layout in (LAYOUTS["FSDP 2"], COMPOSED["TP 2"])]
+    return rows
+
+
+def rewards() -> list[Combination]:
+    """Rows of reward models: pairs whose answers end at different places."""
+    options = dict(task="reward", document_mask=True)
+    rows = [Combination(**LAYOUTS["FSDP 2"], **options, model="qwen2", accumulation=2, recompute="full")]
+    rows += [Combination(**LAYOUTS["DDP 2"], **options, model="gemma2", loss_chunks=2)]
+    rows += [Combination(**COMPOSED["PP 2"], **options, model="qwen3")]
+    rows += [Combination(**COMPOSED["PP 2"], **options, schedule="DualPipeV")]
     return rows
 
 

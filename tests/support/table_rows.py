@@ -94,6 +94,10 @@ MICRO_SIZES = {
 }
 
 
+CLASSES = {"seq_cls": 4, "reward": 1}
+"""Task -> outputs of its head."""
+
+
 def objective(row: Combination) -> Objective:
     """Return the objective of the row's task."""
     other = other_families.OBJECTIVES.get(row.model)
@@ -112,8 +116,8 @@ def build_adapted(row: Combination) -> tuple[torch.nn.Module, ParallelPlan, Adap
         **MICRO_SIZES[row.model],
         n_layers=row.layers,
     )
-    if row.task == "seq_cls":
-        args = replace(args, n_classes=4)
+    if row.task in CLASSES:
+        args = replace(args, n_classes=CLASSES[row.task])
     if row.rope != "plain":
         args = replace(args, rope_scaling=RopeScaling(4.0, original_max_seq_len=12, kind=row.rope))
     if row.multi_token_prediction:
@@ -142,6 +146,9 @@ def with_task_labels(row: Combination) -> dict[str, torch.Tensor]:
     labels = torch.full_like(full_batch["labels"], IGNORE_INDEX)
     if row.task == "seq_cls":  # at the first token, or the last
         labels[:, 0 if row.model == "roberta" else -1] = full_batch["classes"]
+    elif row.task == "reward":  # at the last tokens, in several places; one pair fills a step up
+        labels[torch.arange(SAMPLES), -1 - torch.arange(SAMPLES) % 5] = 0
+        labels[2:4] = IGNORE_INDEX
     else:
         hidden = torch.rand(labels.shape, generator=torch.Generator().manual_seed(2)) < 0.3
         labels = torch.where(hidden & (full_batch["labels"] != IGNORE_INDEX), full_batch["tokens"], labels)
@@ -156,7 +163,7 @@ def model_input_names(row: Combination, draws: bool) -> list[str]:
 
 def samples_per_loss(row: Combination) -> int:
     """Return the number of adjacent samples that share one loss term."""
-    return 2 if row.model == "pairs" else 1
+    return 2 if row.model == "pairs" else TASKS[row.task].rows_per_sample
 
 
 def local_batch_size(row: Combination, dims: ParallelDims) -> int:
