@@ -7,7 +7,7 @@ from tests.support.jobs import ROOT
 LONG = 100
 """Lines from which a module has a test of its name."""
 UNNAMED = {
-    "adapters/peft_folder",
+    "adapters/peft_config",
     "checkpoint/stored_tensors",
     "checkpoint/weight_sources",
     "commands/command_lines",

@@ -72,8 +72,7 @@ def mismatches(
         f"{k} = {values.get(k)!r}, the job's is {expected[k]!r}" for k in expected if values.get(k) != expected[k]
     ]:
         yield f"{'; '.join(other)}: give the job's [adapter] the same"
-    allowed = by_module or {}
-    if extra := [f"{key} = {config[key]!r}" for key in allowed if config.get(key) not in (None, {}, allowed[key])]:
+    if by_module is not None and (extra := _other_scales(config, options, by_module)):
         yield (
             f"{'; '.join(extra)}, but the job's rank and alpha apply to all modules: leave adapter.initial_path "
             "out, or give an adapter with one rank and one alpha"
@@ -86,3 +85,20 @@ def mismatches(
         )
     if other := [f"{key} = {value!r}" for key, value in _KEYS.unknown(config).items()]:
         yield f"{'; '.join(other)}, which is not computed here: train it without"
+
+
+def _other_scales(config: Mapping[str, Any], options: Options, by_module: Mapping[str, Any]) -> list[str]:
+    """Return the entries of PER_MODULE_KEYS by which a module has neither the job's rank and alpha nor those allowed.
+
+    Rank and alpha are judged together: their quotient scales the product of A and B.
+    """
+    patterns = {key: config.get(key) or {} for key in PER_MODULE_KEYS}
+    if any(not isinstance(pattern, dict) for pattern in patterns.values()):
+        return [f"{key} = {config[key]!r}" for key in PER_MODULE_KEYS]
+    common = dict(zip(PER_MODULE_KEYS, (options.rank, options.alpha), strict=True))
+    for module in dict.fromkeys(name for pattern in patterns.values() for name in pattern):
+        values = {key: pattern.get(module, common[key]) for key, pattern in patterns.items()}
+        joint = {key: by_module[key].get(module) for key in PER_MODULE_KEYS}
+        if module not in by_module[PER_MODULE_KEYS[0]] or values not in (common, joint):
+            return [f"{key} = {pattern!r}" for key, pattern in patterns.items() if pattern]
+    return []

@@ -108,6 +108,29 @@ def extract_tensor(
     )  # else another module's A reaches these outputs
 
 
+def reaches_others(
+    joined_tensor: torch.Tensor,
+    kind: str,
+    weights: Sequence[str],
+    shapes: Mapping[str, tuple[int, ...]],
+    form: TensorMap,
+) -> bool:
+    """Return whether a joined tensor changes outputs of modules that have no pair among `shapes`.
+
+    Magnitudes always do, as those of a matrix without a change are its row norms.
+    """
+    modules = adapted_modules(weights, shapes)
+    if kind == "lora_A" or len(modules) == len(weights):
+        return False
+    heights = {f"{module}.weight": shapes[f"{module}.lora_B"][0] for module in modules}
+    places = {weight: form.place(weight, height) for weight, height in heights.items()}
+    if kind != "lora_B" or any(total != len(joined_tensor) for _, total in places.values()):
+        return kind != "lora_B"
+    rows = form.rows_from_groups(weights[0], joined_tensor)
+    reached = sum(rows[first : first + heights[weight]].count_nonzero() for weight, (first, _) in places.items())
+    return bool(reached != rows.count_nonzero())
+
+
 def _cut(tensor: torch.Tensor, dim: int, parts: int, index: int) -> torch.Tensor:
     return tensor.chunk(parts, dim)[index] if tensor.shape[dim] % parts == 0 else tensor
 
@@ -150,6 +173,10 @@ def from_peft(
         shape, (weight, kind, peft_name) = shapes[name], _peft_name(name, form)
         value = peft_tensors[peft_name]
         if len(joined_weights := form.joined_names(weight)) > 1:
+            if reaches_others(value, kind, joined_weights, shapes, form):
+                adapted = ", ".join(adapted_modules(joined_weights, shapes))
+                names = ", ".join(joined.removesuffix(".weight") for joined in joined_weights)
+                faults.append(f"{peft_name} reaches all of {names}, the job only {adapted}")
             value = extract_tensor(value, name, shape, joined_weights, shapes, form)
         elif kind != "lora_A" and form.is_reordered(weight) and value.shape == shape:
             value = form.rows_from_hf(weight, value)
