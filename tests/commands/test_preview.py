@@ -154,7 +154,11 @@ REFUSED = {
         ["--data.chat_template={{ raise_exception('never') }}"],
         r"a\.jsonl:1: the chat template refuses this conversation: never",
     ),
-    "pairs": ('{"prompt": "a", "chosen": "b", "rejected": "c"}', [], r"a\.jsonl:1: a pair of answers, which task.kind dpo"),
+    "pairs": (
+        '{"prompt": "a", "chosen": "b", "rejected": "c"}',
+        [],
+        r"a\.jsonl:1: a pair of answers, which task.kind dpo",
+    ),
     "too long": (
         json.dumps({"prompt": "a", "completion": "b" * 99}),
         ["--task.kind=sft", "--training.seq_len=32"],

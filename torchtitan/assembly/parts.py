@@ -82,8 +82,8 @@ def heads(model: JobModel) -> Heads:
         return NO_HEADS
     other_args = dataclasses.replace(args, n_classes=0 if args.n_classes else 2)
     names, other_names = (
-        map_of(each).head | ({"output.weight"} if not getattr(each, "tied_embeddings", True) else set())
-        for each in (args, other_args)
+        map_of(sizes).head | ({"output.weight"} if not getattr(sizes, "tied_embeddings", True) else set())
+        for sizes in (args, other_args)
     )
     return Heads.of(names, other_names, args.vocab_size, args.n_classes > 0)
 

@@ -73,8 +73,8 @@ class Heads:
 
     @classmethod
     def of(cls, names: Collection[str], other_names: Collection[str], vocab_size: int, over_classes: bool) -> "Heads":
-        names, other_names = (frozenset(MODEL + name for name in each) for each in (names, other_names))
-        return cls(names, other_names, vocab_size, over_classes)
+        saved, other_saved = (frozenset(MODEL + name for name in head) for head in (names, other_names))
+        return cls(saved, other_saved, vocab_size, over_classes)
 
     def replaced(self, saved: Mapping[str, TensorEntry]) -> "Heads":
         """Return the heads if the saved weights have the other one, so that the task's own starts afresh.
