@@ -16,7 +16,7 @@ VOCABULARY_MODULES = ("embed_tokens", "lm_head")
 PRUNE_RATIO = 0.999
 """Fraction of the moments of A and B that a restart prunes."""
 TARGETS = "lora_target_modules"
-OF_RESTARTS = ("jagged_restart_steps", "jagged_restart_warmup_steps", "jagged_restart_anneal_steps")
+OF_RESTARTS: tuple[str, ...] = ("jagged_restart_steps", "jagged_restart_warmup_steps", "jagged_restart_anneal_steps")
 OF_RESTARTS += ("relora_prune_ratio", "relora_prune_method")
 """Options that only belong to relora: true."""
 ADAPTER_OPTIONS: tuple[str, ...] = (TARGETS, PARAMETERS, "lora_modules_to_save", "peft_use_dora")
