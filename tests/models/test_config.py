@@ -135,7 +135,7 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         ("num_kv_heads", "layer_norm_epsilon", *DECODER[2:], "ffn_hidden_size"),
         ("num_kv_heads", "ffn_hidden_size"),
     ),
-    "hunyuan_v1_dense biased": ((*DECODER, "head_dim"), DECODER[:1]),
+    "hunyuan_v1_dense biased": (DECODER, DECODER[:1]),
     "nemotron": (
         (DECODER[0], *DECODER[2:], "norm_eps", "head_dim", "partial_rotary_factor"),
         (DECODER[0], "head_dim"),
@@ -161,7 +161,7 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
     "lfm2": (
         (DECODER[0], "norm_eps", *DECODER[2:], "head_dim", "conv_L_cache", "block_multiple_of")
         + ("block_ffn_dim_multiplier",),
-        ("block_ffn_dim_multiplier",),
+        (),
     ),
     "lfm2_moe": (
         (DECODER[0], "norm_eps", *DECODER[2:], "head_dim", "conv_L_cache", "num_dense_layers", "routed_scaling_factor")
