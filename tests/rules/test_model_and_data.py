@@ -88,7 +88,7 @@ MODEL = [
         ["--model.overrides={n_layer = 3}"],
         "model.overrides: given n_layer; allowed: sizes of llama3: dim, n_layers, n_heads, n_kv_heads, vocab_size, "
         "multiple_of, ffn_dim_multiplier, norm_eps, rope_theta, rope_scaling, tied_embeddings, max_seq_len, "
-        "head_width, attention_bias, mlp_bias; did you mean n_layers?",
+        "head_width, attention_bias, mlp_bias, n_classes; did you mean n_layers?",
     ),
     (
         ["--model.hf_folder=here"],
