@@ -54,7 +54,7 @@ def experts_of_both(alternating, matrices, gate_up_rank):
     config.intermediate_size = config.moe_intermediate_size = WIDTH
     config.hidden_act, config.swiglu_alpha, config.swiglu_limit = "silu", 1.702, 0.3
     config._experts_implementation = "eager"
-    theirs = (GptOssExperts if alternating else Qwen3MoeExperts)(config).double()
+    peer = (GptOssExperts if alternating else Qwen3MoeExperts)(config).double()
     form = MODELS[family].hf.tensor_map(tiny_decoders.GATED["gpt_oss" if alternating else "qwen3_moe window"])
     with torch.no_grad():
         for parameter in ours.parameters():
@@ -66,7 +66,7 @@ def experts_of_both(alternating, matrices, gate_up_rank):
         else:
             gate_up = torch.cat([ours.w1, ours.w3], dim=2).transpose(1, 2)
             state = {"experts.gate_up_proj": gate_up, "experts.down_proj": ours.w2.transpose(1, 2)}
-        theirs.load_state_dict({name.rpartition(".")[2]: value for name, value in state.items()})
+        peer.load_state_dict({name.rpartition(".")[2]: value for name, value in state.items()})
     ours.requires_grad_(False)
     ours.__class__ = LowRankExperts
     ours.add_low_rank_parameters(LoRASettings(RANK, ALPHA / RANK, matrices=matrices, gate_up_rank=gate_up_rank))
@@ -81,7 +81,7 @@ def experts_of_both(alternating, matrices, gate_up_rank):
         rank_pattern=pattern,
         alpha_pattern={name: ALPHA * rank / RANK for name, rank in pattern.items()},
     )
-    return ours, get_peft_model(Layer(theirs), peft_config).double(), form
+    return ours, get_peft_model(Layer(peer), peft_config).double(), form
 
 
 def peft_names(tensors):
@@ -106,24 +106,24 @@ def peft_names(tensors):
 )
 def test_outputs_and_gradients_are_those_of_peft_in_float64(alternating, matrices, gate_up_rank):
     torch.manual_seed(len(matrices) + gate_up_rank)
-    ours, theirs, form = experts_of_both(alternating, matrices, gate_up_rank)
+    ours, peer, form = experts_of_both(alternating, matrices, gate_up_rank)
     with torch.no_grad():
         for name, parameter in ours.named_parameters():
             if name.startswith("lora_"):
                 parameter.normal_()
         state = {f"{LAYER}.{name}": p for name, p in ours.named_parameters() if p.requires_grad}
         files = peft_folder.to_peft(state, form)
-        loaded = peft_names(theirs.state_dict().items())
+        loaded = peft_names(peer.state_dict().items())
         assert {name: t.shape for name, t in files.items()} == {name: t.shape for name, t in loaded.items()}
         for name, tensor in loaded.items():
             tensor.copy_(files[name])
     ids = torch.randint(EXPERTS, (ROWS,)).sort().values
     x, weights = torch.randn(ROWS, DIM).double(), torch.randn(ROWS, DIM).double()
-    y, expected = ours(x, ids.bincount(minlength=EXPERTS)), theirs(x, ids)
+    y, expected = ours(x, ids.bincount(minlength=EXPERTS)), peer(x, ids)
     torch.testing.assert_close(y, expected, rtol=1e-12, atol=1e-12)
     (y * weights).sum().backward()
     (expected * weights).sum().backward()
-    gradients = {name: p.grad for name, p in theirs.named_parameters() if p.grad is not None}
+    gradients = {name: p.grad for name, p in peer.named_parameters() if p.grad is not None}
     shapes = {name: tuple(p.shape) for name, p in state.items()}
     if not gate_up_rank:  # B of peft also has the blocks that are 0 here
         mask = peft_folder.to_peft({name: torch.ones_like(p) for name, p in state.items()}, form)
@@ -178,7 +178,7 @@ def test_modules_have_the_names_that_they_have_in_the_memory_of_transformers(mod
     hf = MODELS[family_for_model_type(model_type)].hf
     kind = AutoModelForMaskedLM if model_type == "roberta" else AutoModelForCausalLM
     with torch.device("meta"):
-        theirs = kind.from_config(AutoConfig.for_model(**hf.config_to_hf(args)))
+        peer = kind.from_config(AutoConfig.for_model(**hf.config_to_hf(args)))
     form, modules, stacks = hf.tensor_map(args).within("model."), set(), set()
     for name in linears(args):
         if (layer_of(name) or 0) >= args.n_layers:  # of multi-token prediction
@@ -187,17 +187,15 @@ def test_modules_have_the_names_that_they_have_in_the_memory_of_transformers(mod
             stacks |= {form.with_stacks().hf_names(f"{name}.{matrix}")[0] for matrix in ("w1", "w2")}
         else:
             modules.add(form.hf_names(f"{name}.weight")[0].removesuffix(".weight"))
-    assert modules <= {name for name, _ in theirs.named_modules()}
-    assert stacks <= {name for name, _ in theirs.named_parameters()}
+    assert modules <= {name for name, _ in peer.named_modules()}
+    assert stacks <= {name for name, _ in peer.named_parameters()}
 
 
 def tuned_by_peft(family, args, config, model, adapter):
     """Return a model of transformers with an adapter of peft's with random values."""
     hf = MODELS[family].hf
-    theirs = AutoConfig.for_model(**hf.config_to_hf(args))
-    base = twin(
-        type(AutoModelForCausalLM.from_config(theirs)), type(theirs), plain_copy(model, adapter, family).eval(), hf
-    )
+    peer = AutoConfig.for_model(**hf.config_to_hf(args))
+    base = twin(type(AutoModelForCausalLM.from_config(peer)), type(peer), plain_copy(model, adapter, family).eval(), hf)
     tuned = get_peft_model(base, config)
     with torch.no_grad():
         for name, parameter in tuned.named_parameters():
@@ -323,6 +321,6 @@ FAULTS = [
 @pytest.mark.parametrize("options, message", FAULTS, ids=str)
 def test_options_that_do_not_fit_are_refused(options, message):
     model = "qwen3_moe" if options[0].startswith("--") else options[0]
-    given = [option for option in options if option.startswith("--")]
-    (fault,) = lines(f"--model.name={model}", "--adapter.kind=lora", "--adapter.rank=4", *given)
+    arguments = [option for option in options if option.startswith("--")]
+    (fault,) = lines(f"--model.name={model}", "--adapter.kind=lora", "--adapter.rank=4", *arguments)
     assert message in fault

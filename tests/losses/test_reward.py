@@ -73,9 +73,9 @@ def test_loss_and_gradients_are_those_of_transformers_with_trls_formula(name):
         gradients = {n: p.grad for n, p in hf_model.named_parameters() if p.grad is not None}
         for num_chunks in (1, 3):
             model.loss = Reward(num_chunks, coefficient)
-            for given in (batch, model.loss.join_documents(batch)):
+            for inputs in (batch, model.loss.join_documents(batch)):
                 model.zero_grad()
-                loss = model(**given)
+                loss = model(**inputs)
                 torch.testing.assert_close(loss, expected, rtol=1e-6, atol=1e-7)
                 loss.backward()
                 ours = spec.hf.to_hf({n: p.grad for n, p in model.named_parameters()}, args)

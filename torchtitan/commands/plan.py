@@ -9,6 +9,7 @@ import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from string import ascii_lowercase
@@ -422,35 +423,33 @@ def with_network(search: Search, share: float) -> Search:
     return search.with_hardware(search.hardware.with_speeds(between=share))
 
 
-def find_robust(search: Search, gpus: int, top: int, limits: Limits, most_uncertain: int = 0) -> Result:
+def find_robust(search: Search, gpus: int, top: int, limits: Limits) -> Result:
     """Find the plans with the shortest step on a network that is slower than expected.
 
     The share of the network that a job gets is uncertain: taken as even between LEAST_NETWORK and all of it. More of it
     never slows a step, so the step's QUANTILE is the step with that quantile of the missing share. The times of the
-    result are those of the whole network, and `limits` are for them. `most_uncertain`: as of `add_uncertain`.
+    result are those of the whole network, and `limits` are for them.
     """
-
-    def is_in_time(plan: Plan) -> bool:
-        return limits.most_seconds == math.inf or search.timer.step_time(plan).seconds <= limits.most_seconds
-
     # no part of a step takes longer than at this share of its speed
     within = replace(limits, most_seconds=limits.most_seconds / SHARE)
-    result = on_whole_network(search, with_network(search, SHARE).find(gpus, top, within, is_in_time))
-    if most_uncertain:
-        add_uncertain(result, find_uncertain(search, gpus, most_uncertain, limits, result))
-    return result
+    result = with_network(search, SHARE).find(gpus, top, within, partial(is_in_time, search, limits))
+    return on_whole_network(search, result)
+
+
+def is_in_time(search: Search, limits: Limits, plan: Plan) -> bool:
+    """Return whether a step of the plan on the whole network is within the limits."""
+    return limits.most_seconds == math.inf or search.timer.step_time(plan).seconds <= limits.most_seconds
 
 
 def find_uncertain(search: Search, gpus: int, top: int, limits: Limits, certain: Result) -> Result:
-    """Find plans that may fit, but do not count as fitting, and are faster than the best one that does."""
+    """Find plans that may fit, but do not count as fitting, and are faster than the best one of `certain`."""
     slower = with_network(search, SHARE)
     most_seconds = limits.most_seconds / SHARE
     if certain.best:
         most_seconds = math.nextafter(slower.timer.step_time(certain.best[0].plan).seconds, 0)
 
     def may_fit(plan: Plan) -> bool:
-        is_in_time = limits.most_seconds == math.inf or search.timer.step_time(plan).seconds <= limits.most_seconds
-        return search.memory(plan).needed > limits.memory and is_in_time
+        return search.memory(plan).needed > limits.memory and is_in_time(search, limits, plan)
 
     lenient = Limits(limits.memory, most_seconds, certain=False)
     return on_whole_network(search, slower.find(gpus, top, lenient, may_fit))
