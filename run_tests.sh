@@ -2,7 +2,7 @@
 # The test command. Arguments go to pytest: ./run_tests.sh tests/models/test_llama.py -k gradients
 #
 # ./run_tests.sh        a pairwise cover of the table of combinations and all but the longest other tests, in about
-#                       thirteen minutes on two cores
+#                       seventeen minutes on two cores
 # ./run_tests.sh quick  without the modules that take longest, in less than three minutes
 # ./run_tests.sh full   everything, in about an hour: what CI runs. Writes tests/durations.json, from which the
 #                       other two compute what to leave out
