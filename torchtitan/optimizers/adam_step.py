@@ -7,9 +7,8 @@ A weight in bfloat16 has 8 bits of precision, and plain addition loses changes b
 preserve them: `add_with_lost` and `stochastically_rounded`.
 """
 
-from collections.abc import Callable, Iterator, Sequence
-from functools import wraps
-from typing import Any, NamedTuple, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 
@@ -18,8 +17,6 @@ from torchtitan.core.fused import NEVER, Fused
 from torchtitan.optimizers import moments
 from torchtitan.optimizers.layout import ON_CPU, Index, Layout, local, pieces_of
 from torchtitan.optimizers.moments import BLOCK, Adam, AdamNumbers, Columns, Options, Packed, State
-
-F = TypeVar("F", bound=Callable)
 
 
 class Addition(NamedTuple):
@@ -106,7 +103,7 @@ def _with_packing(shard: Shard, packed: Packed, numbers: AdamNumbers) -> Shard:
         for tensor in scales:
             tensor.zero_()
         for piece in shard._replace(packing=packing).pieces():
-            for piece_scales, moment in zip(piece.stored[1::2], _moved(piece, numbers), strict=True):
+            for piece_scales, moment in zip(piece.stored[1::2], _moved(piece, numbers, stores=False), strict=True):
                 moments.set_scales(piece_scales, moment, packing.columns)
         for tensor in scales:
             packed.agree(tensor)
@@ -126,58 +123,55 @@ Pair = Sequence[torch.Tensor]
 """A tensor for each of the two moments."""
 
 
-def _fused_in_blocks(formula: F) -> F:
-    """Return a function of the codes of both moments and more, which is compiled for full pieces on a CPU.
+def _move_packed(
+    codes: Pair,
+    scales: Pair,
+    gradient: torch.Tensor,
+    betas: tuple[float, float],
+    packing: PackingTables,
+    dtype: torch.dtype,
+    stores: bool,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both moments after the step, in the dtype of computation; store them if `stores`.
 
-    These are rows of one block, which a step makes of most parameters. Eager computes the first second or two.
+    Codes [.., n] and scales [.., blocks] of both moments, the gradient [.., n].
     """
-    fused = Fused(formula, dynamic=False, large=ON_CPU, after=2**29)
-
-    @wraps(formula)
-    def call(codes: Pair, *arguments: Any) -> Any:
-        is_piece = codes[0].device.type == "cpu" and codes[0].shape == (ON_CPU // BLOCK, BLOCK)
-        return (fused if is_piece else formula)(codes, *arguments)
-
-    return cast(F, call)
-
-
-@_fused_in_blocks
-def _unpacked_moments(
-    codes: Pair, scales: Pair, books: Pair, columns: Columns, dtype: torch.dtype
-) -> list[torch.Tensor]:
-    """Return `moments.unpacked` of both moments."""
-    return [moments.unpacked(*moment, columns, dtype) for moment in zip(codes, scales, books, strict=True)]
-
-
-@_fused_in_blocks
-def _pack_moments(codes: Pair, scales: Pair, values: Pair, tables: Pair, columns: Columns, sets_scales: bool) -> None:
-    """Store both moments by `moments.pack`."""
-    signs = [signed for _, signed in Adam.KEYS]
-    for moment in zip(codes, scales, values, signs, tables, strict=True):
-        moments.pack(*moment, columns, sets_scales)
-
-
-def _moved(shard: Shard, numbers: AdamNumbers) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return both moments after the step, in the dtype of computation; stored in this dtype they move in place."""
-    gradient = shard.gradient.to(torch.promote_types(shard.weight.dtype, torch.float32))
-    packing, stored = shard.packing, shard.stored
-    if packing is None:
-        first, second = (tensor.to(gradient.dtype) for tensor in stored)
-    else:
-        scales = packing.old_scales or stored[1::2]
-        first, second = _unpacked_moments(stored[::2], scales, packing.tables[:2], packing.columns, gradient.dtype)
-    moments.move(first, second, gradient, numbers)
+    columns, tables, old_scales = packing
+    stored = zip(codes, old_scales or scales, tables[:2], strict=True)
+    first, second = (moments.unpacked(*moment, columns, dtype) for moment in stored)
+    moments.move(first, second, gradient.to(dtype), betas, packed=True)
+    if stores:
+        signs = [signed for _, signed in Adam.KEYS]
+        for moment in zip(codes, scales, (first, second), signs, tables[2:], strict=True):
+            moments.pack(*moment, columns, sets_scales=old_scales is None)
     return first, second
+
+
+_fused_move_packed = Fused(_move_packed, dynamic=False, large=ON_CPU, after=2**29)
+"""Compiled for full pieces on a CPU; eager computes the first second or two."""
+
+
+def _moved(shard: Shard, numbers: AdamNumbers, stores: bool = True) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return both moments after the step, in the dtype of computation; store packed ones if `stores`.
+
+    Those that are stored in the dtype of computation move in place.
+    """
+    dtype, packing, stored = torch.promote_types(shard.weight.dtype, torch.float32), shard.packing, shard.stored
+    if packing is None:
+        first, second = (tensor.to(dtype) for tensor in stored)
+        moments.move(first, second, shard.gradient.to(dtype), numbers.betas)
+        return first, second
+    # a piece of rows of one block, which a step makes of most parameters; others are too many shapes to compile for
+    is_piece = shard.weight.device.type == "cpu" and shard.weight.shape == (ON_CPU // BLOCK, BLOCK)
+    move = _fused_move_packed if is_piece else _move_packed
+    return move(stored[::2], stored[1::2], shard.gradient, numbers.betas, packing, dtype, stores)
 
 
 def _step(shard: Shard, numbers: AdamNumbers, decay: float, eps_first: bool) -> None:
     """Step a shard or a piece of one."""
     weight, _, stored, packing, addition, offset = shard
     both = _moved(shard, numbers)
-    if packing is not None:
-        sets_scales = packing.old_scales is None
-        _pack_moments(stored[::2], stored[1::2], both, packing.tables[2:], packing.columns, sets_scales)
-    elif stored[0].dtype != both[0].dtype:
+    if packing is None and stored[0].dtype != both[0].dtype:
         for tensor, moment in zip(stored, both, strict=True):
             tensor.copy_(moment)
     is_plain = addition.lost is None and addition.key is None and not torch.compiler.is_compiling()

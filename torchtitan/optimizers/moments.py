@@ -227,7 +227,7 @@ class Adam:
     def change(self, gradient: torch.Tensor, layout: Layout, state: State, group: Options, rate: float) -> torch.Tensor:
         numbers = self.numbers(state, group, rate)
         read = self.read(state, layout, gradient.dtype)
-        change = _move_and_change(read, gradient, numbers, self.eps_first)
+        change = _move_and_change(read, gradient, numbers, self.eps_first, self.packs(layout))
         self.write(state, layout, read)  # the update uses the moments before packing
         return change
 
@@ -236,23 +236,37 @@ class Adam:
         state["step"] += 1
         beta1, beta2 = group["beta1"], group["beta2"]
         correction = (1 - beta2 ** state["step"]) ** 0.5
-        return AdamNumbers(beta1, beta2, group["eps"], correction, -rate / (1 - beta1 ** state["step"]))
+        return AdamNumbers((beta1, beta2), group["eps"], correction, -rate / (1 - beta1 ** state["step"]))
 
 
 class AdamNumbers(NamedTuple):
     """Numbers of a step. `correction`: root of the second moment's bias; `rate`: with the first moment's, negative."""
 
-    beta1: float
-    beta2: float
+    betas: tuple[float, float]
     eps: float
     correction: float
     rate: float
 
 
-def move(first: torch.Tensor, second: torch.Tensor, gradient: torch.Tensor, numbers: AdamNumbers) -> None:
-    """Move both moments towards the gradient and its square, in place. All tensors have one shape and dtype."""
-    first.lerp_(gradient, 1 - numbers.beta1)
-    second.mul_(numbers.beta2).addcmul_(gradient, gradient, value=1 - numbers.beta2)
+def move(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    gradient: torch.Tensor,
+    betas: tuple[float, float],
+    packed: bool = False,
+) -> None:
+    """Move both moments towards the gradient and its square, in place. All tensors have one shape and dtype.
+
+    `packed`: as moments in 8 bits are moved, by products and sums that have the same bits compiled. torch.optim.AdamW
+    and thus the others use lerp_, which eager computes with one rounding less.
+    """
+    beta1, beta2 = betas
+    if packed:
+        first.mul_(beta1).add_(gradient * (1 - beta1))
+        second.mul_(beta2).add_(gradient.square().mul_(1 - beta2))
+    else:
+        first.lerp_(gradient, 1 - beta1)
+        second.mul_(beta2).addcmul_(gradient, gradient, value=1 - beta2)
 
 
 def adam_denominator(second: torch.Tensor, numbers: AdamNumbers, eps_first: bool) -> torch.Tensor:
@@ -268,11 +282,11 @@ def adam_change(first: torch.Tensor, second: torch.Tensor, numbers: AdamNumbers,
 
 
 def _moments_and_change(
-    moments: list[torch.Tensor], gradient: torch.Tensor, numbers: AdamNumbers, eps_first: bool
+    moments: list[torch.Tensor], gradient: torch.Tensor, numbers: AdamNumbers, eps_first: bool, packed: bool
 ) -> torch.Tensor:
-    """Move both moments in place; return the update. All tensors have one shape and dtype."""
+    """Move both moments in place; return the update. All tensors have one shape and dtype. `packed`: see `move`."""
     first, second = moments
-    move(first, second, gradient, numbers)
+    move(first, second, gradient, numbers.betas, packed)
     return adam_change(first, second, numbers, eps_first)
 
 
