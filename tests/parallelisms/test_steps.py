@@ -25,10 +25,12 @@ from torchtitan.models.deepseek import DeepseekArgs
 from torchtitan.models.deepseek.model import Deepseek
 from torchtitan.models.dropout import Dropout, token_keys
 from torchtitan.models.llama import LlamaArgs
+from torchtitan.models.llama.model import Llama
 from torchtitan.models.moe import router as balance
 from torchtitan.models.moe.layer import MoE, MoEBlock
 from torchtitan.models.qwen3_moe import Qwen3MoEArgs
 from torchtitan.models.spec import MODELS
+from torchtitan.parallelisms import steps
 from torchtitan.parallelisms.expert_parallel import apply_expert_parallel
 from torchtitan.parallelisms.pipeline.overlap.chunk import Chunk, NodeLoop
 from torchtitan.parallelisms.pipeline.overlap.exchange import AllToAll
@@ -316,3 +318,22 @@ def test_overlap_checks_for_custom_forwards():
 def test_a_module_without_steps_is_named():
     with pytest.raises(NotImplementedError):
         Stepwise()(torch.zeros(1))
+
+
+def test_a_compiled_block_is_compiled_once():
+    """Also in a process that has run no step yet."""
+    model = Llama(LlamaArgs(dim=16, n_layers=2, n_heads=2, vocab_size=32, multiple_of=32))
+    initialize(model, 0, model.init_rule)
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    torch._dynamo.reset()
+    for block in model.layers.values():
+        block.compile(backend=backend, fullgraph=True)
+    with patch.object(steps, "_now", steps._Now()):
+        for _ in range(2):
+            model(torch.arange(32).view(2, 16)).sum().backward()
+    assert len(graphs) == 1

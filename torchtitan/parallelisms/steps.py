@@ -72,8 +72,11 @@ def running_notes() -> Notes | None:
 
 
 class _Now:
-    notes: Notes | None = None
-    begin: Callable[[Any], Notes] | None = None
+    def __init__(self) -> None:
+        # of the instance, not defaults of the class: the first assignment would add them, and torch.compile would
+        # compile each block again for that
+        self.notes: Notes | None = None
+        self.begin: Callable[[Any], Notes] | None = None
 
 
 _now = _Now()
