@@ -314,7 +314,7 @@ def test_the_rank_that_needs_the_most_is_examined(family, flavor, size, schedule
     ranks = [RankSizes(job, number) for number in range(pp)]
     peaks = [max(moment.total() for moment in moments(sizes)) for sizes in ranks]
     assert predict_memory(job).total == max(peaks) == peaks[rank]
-    assert len(fullest(ranks)) <= 5
+    assert len(fullest(job)) <= 5
 
 
 def test_blocks_that_are_gathered_in_advance_take_memory():

@@ -452,7 +452,7 @@ def find_uncertain(search: Search, gpus: int, top: int, limits: Limits, certain:
         return search.memory(plan).needed > limits.memory and is_in_time(search, limits, plan)
 
     lenient = Limits(limits.memory, most_seconds, certain=False)
-    return on_whole_network(search, slower.find(gpus, top, lenient, may_fit))
+    return on_whole_network(search, slower.find(gpus, top, lenient, may_fit, needs_plan=not certain.best))
 
 
 def _call(function: Callable[..., Result], *arguments: Any) -> Result:

@@ -351,15 +351,23 @@ class Search:
         faults = [fault for fault in self.faults(single) if fault.key.startswith("compile.")]
         return (False,) if faults else (True, False)
 
-    def find(self, gpus: int, top: int, limits: Limits, accepts: Callable[[Plan], bool] = lambda plan: True) -> Result:
+    def find(
+        self,
+        gpus: int,
+        top: int,
+        limits: Limits,
+        accepts: Callable[[Plan], bool] = lambda plan: True,
+        needs_plan: bool = True,
+    ) -> Result:
         """Return the fastest `top` plans on this number of GPUs, of those that `accepts` returns True for.
 
-        Where none is legal and fits, sequences are split into smaller parts than FEWEST_TOKENS. Where so many do not
-        fit that the search ends at its limit without a plan, degrees that are powers of 2 are searched alone.
+        Where none is legal and fits but `needs_plan`, sequences are split into smaller parts than FEWEST_TOKENS. Where
+        so many do not fit that the search ends at its limit without a plan, degrees that are powers of 2 are searched
+        alone.
         """
         space = self.space(gpus)
         result = _Frontier(self, space, limits, accepts).run(top)
-        if result.best:
+        if result.best or (result.complete and not needs_plan):
             return result
         if not result.complete:
             coarse = _Frontier(self, replace(space, coarse=True), limits, accepts).run(top)

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 from torchtitan.core.hardware import Hardware
 from torchtitan.job import ResolvedJob
-from torchtitan.planner.memory.rank_layout import kinds_of_layers
+from torchtitan.planner.memory.rank_layout import fullest_ranks
 from torchtitan.planner.memory.rank_sizes import RankSizes
 
 Bytes = Counter[str]
@@ -81,8 +81,7 @@ def predict_memory(
     `drops_every_second_product`: selective recompute by operator repeats every second matrix product, as torchtitan's
     did when its figures were published (commit 9dec370). Here it keeps them all.
     """
-    ranks = [RankSizes(job, rank, drops_every_second_product) for rank in range(job.layout.pp)]
-    candidates = [moment for sizes in fullest(ranks) for moment in moments(sizes)]
+    candidates = [moment for sizes in fullest(job, drops_every_second_product) for moment in moments(sizes)]
     worst = max(candidates, key=Counter.total)
     on_gpu = hardware is None or bool(hardware.device_names)
     low, high = reserved(worst.total(), on_gpu=on_gpu)
@@ -90,21 +89,17 @@ def predict_memory(
     return MemoryPrediction(**kinds, low=low, high=high, needed=needed(worst.total(), on_gpu=on_gpu))
 
 
-def fullest(ranks: list[RankSizes]) -> list[RankSizes]:
+def fullest(job: ResolvedJob, drops_every_second_product: bool = False) -> list[RankSizes]:
     """Return one of each set of pipeline ranks with equal stages: the one that stores the most between passes."""
-    if len(ranks) == 1:
-        return ranks
-    kind_of_layer = kinds_of_layers(ranks[0].args)
-    by_content: dict[object, list[RankSizes]] = {}
-    for sizes in ranks:
-        stages = tuple(tuple(kind_of_layer[layer] for layer in stage) for stage in sizes.stages)
-        content = stages, sizes.has_embedding, sizes.has_head
-        by_content.setdefault(content, []).append(sizes)
-    return [_fullest_of_equals(equals) for equals in by_content.values()]
+    numbers = fullest_ranks(job)
+    equals = [[RankSizes(job, rank, drops_every_second_product) for rank in ranks] for ranks in numbers]
+    return [_fullest_of_equals(ranks) for ranks in equals]
 
 
 def _fullest_of_equals(ranks: list[RankSizes]) -> RankSizes:
     """Return the rank that stores the most between passes, of ranks whose stages need as much for one microbatch."""
+    if len(ranks) == 1:
+        return ranks[0]
     stored, gradients = ranks[0].stored_of_stages, ranks[0].most_result_gradients
 
     def between_passes(sizes: RankSizes) -> float:

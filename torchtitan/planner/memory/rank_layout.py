@@ -1,10 +1,11 @@
 """The layers, tokens and types of a rank, from a job's degrees. Imports no torch."""
 
+import operator
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fnmatch import fnmatchcase
-from functools import cache, cached_property
+from functools import cache, cached_property, lru_cache
 from itertools import accumulate
 from typing import Any
 
@@ -120,6 +121,54 @@ def float8_weights(layout: JobLayout, args: Any, layer: int) -> int:
     )
 
 
+def fullest_ranks(job: ResolvedJob) -> list[list[int]]:
+    """Return sets of a job's pipeline ranks with equal stages, of each those that may store the most between passes."""
+    layout, args = job.layout, job.model.args
+    if layout.pp == 1:
+        return [[0]]
+    counts = tuple(layout.layers_by_stage(args.n_layers))
+    schedule = schedule_traits(layout.parallelism.pipeline_parallel_schedule)
+    return _fullest_ranks(args, counts, schedule, layout.pp, layout.microbatches, merges_backward(job))
+
+
+@lru_cache(1024)
+def _fullest_ranks(
+    args: Any, counts: tuple[int, ...], schedule: ScheduleTraits, pp: int, microbatches: int, merged: bool
+) -> list[list[int]]:
+    spans, kinds = _spans(counts), kinds_of_layers(args)
+    amounts: dict[object, dict[int, list[tuple[int, ...]]]] = {}
+    for rank in range(pp):
+        numbers = stages_of_rank(rank, pp, len(spans), schedule.style)
+        stages = tuple(tuple(kinds[layer] for layer in spans[number]) for number in numbers)
+        states = stages_in_flight(schedule.name, rank, pp, microbatches, len(stages), merged)
+        if len(set(stages)) == 1:
+            states = [(sum(state),) for state in states]
+        waiting = waiting_weight_gradients(schedule.name, rank, pp, microbatches, merged)
+        layers = [layer for number in numbers for layer in spans[number]]
+        content = stages, 0 in layers, args.n_layers - 1 in layers
+        amounts.setdefault(content, {})[rank] = [(*state, waiting) for state in states]
+    return [_without_dominated(of_ranks) for of_ranks in amounts.values()]
+
+
+def _without_dominated(amounts: dict[int, list[tuple[int, ...]]]) -> list[int]:
+    """Return the ranks with a state that no state of another rank exceeds or equals in all amounts; the first ones."""
+    left: list[int] = []
+    for rank, states in amounts.items():
+        if not any(_dominates(amounts[other], states) for other in left):
+            left = [other for other in left if not _dominates(states, amounts[other])] + [rank]
+    return left
+
+
+def _dominates(states: list[tuple[int, ...]], others: list[tuple[int, ...]]) -> bool:
+    """Return whether for each of the other states one of these has as much of everything, or more."""
+    return all(any(all(map(operator.ge, state, other)) for state in states) for other in others)
+
+
+def merges_backward(job: ResolvedJob) -> bool:
+    """Return whether gradients of inputs and weights are computed together, in every schedule."""
+    return job.config.activation_checkpoint.mode != "none" or job.layout.compiles_model
+
+
 @dataclass(frozen=True)
 class RankLayout:
     """The degrees, types, tokens and layers of a rank of a job. `rank`: of the pipeline."""
@@ -232,20 +281,15 @@ class RankLayout:
         """The first arguments of `in_flight`."""
         return self.schedule.name, self.rank, self.layout.pp, self.layout.microbatches
 
-    @property
-    def _merges_backward(self) -> bool:
-        """True if gradients of inputs and weights are computed together, in every schedule."""
-        return self.job.config.activation_checkpoint.mode != "none" or self.layout.compiles_model
-
     @cached_property
     def stages_in_flight(self) -> list[tuple[int, ...]]:
         """Numbers of microbatches that each stage of this pipeline rank stores, in states with the most in flight."""
-        return stages_in_flight(*self._schedule, self.chunks, self._merges_backward)
+        return stages_in_flight(*self._schedule, self.chunks, merges_backward(self.job))
 
     @property
     def waiting_weight_gradients(self) -> int:
         """Microbatches with computed gradients of inputs, but not yet of weights, where this rank stores the most."""
-        return waiting_weight_gradients(*self._schedule, self._merges_backward)
+        return waiting_weight_gradients(*self._schedule, merges_backward(self.job))
 
     # Layers of this rank
 
