@@ -166,12 +166,12 @@ def test_plans_that_may_fit_end_with_the_search(monkeypatch: pytest.MonkeyPatch)
     assert find_all(search, 4, limits, 3).complete
     complete = search.find
 
-    def find(*arguments: object) -> object:
-        result = complete(*arguments)  # type: ignore[arg-type]
+    def find(*arguments: object, **options: object) -> object:
+        result = complete(*arguments, **options)  # type: ignore[arg-type]
         result.complete = arguments[2].certain  # type: ignore[attr-defined]
         return result
 
-    monkeypatch.setattr("torchtitan.planner.search.Search.find", lambda self, *arguments: find(*arguments))
+    monkeypatch.setattr("torchtitan.planner.search.Search.find", lambda self, *args, **options: find(*args, **options))
     assert not find_all(search, 4, limits, 3).complete
 
 

@@ -413,9 +413,10 @@ class Plan:
         kinds = workload.kind_of_layer
         return [Counter(kinds[start : start + count]) for start, count in zip(starts, counts, strict=True)]
 
-    def stages_of_rank(self, rank: int) -> list[int]:
-        """Return the numbers of a pipeline rank's stages, ascending."""
-        return [0] if self.pp == 1 else _stages_of_ranks(self.schedule, self.pp, self.stages_per_rank)[rank]
+    @property
+    def stages_of_ranks(self) -> list[list[int]]:
+        """Numbers of each pipeline rank's stages, ascending."""
+        return [[0]] if self.pp == 1 else _stages_of_ranks(self.schedule, self.pp, self.stages_per_rank)
 
     @property
     def options_text(self) -> str:

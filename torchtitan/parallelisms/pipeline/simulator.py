@@ -10,7 +10,9 @@ end of their weight gradient. Times are exact (fractions).
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
-from typing import NamedTuple
+from functools import cache, cached_property
+from itertools import islice
+from typing import Any, NamedTuple
 
 from torchtitan.parallelisms.pipeline.actions import (
     BACKWARD,
@@ -24,6 +26,7 @@ from torchtitan.parallelisms.pipeline.actions import (
     input_keys,
     output_keys,
     running_order,
+    stage_ranks,
 )
 
 Time = Fraction | int | float
@@ -58,15 +61,84 @@ class TimeSpan(NamedTuple):
     overlapped: bool = False
 
 
+class Step(NamedTuple):
+    """The actions of one kind in one stage. Their inputs and outputs are numbers for microbatch 0; add the microbatch.
+
+    `inputs`: each with True if another rank makes it. `duration`: the index of its time, by stage and kind.
+    """
+
+    inputs: tuple[tuple[int, bool], ...]
+    outputs: tuple[int, ...]
+    duration: int
+
+
+class Program(NamedTuple):
+    """A table with numbers in place of keys, so that an action is simulated in a microsecond."""
+
+    table: Table
+    num_stages: int
+    num_keys: int
+    rows: list[list[tuple[tuple[Step, int], ...]]]
+    """By rank: the step and microbatch of each action, of both actions of a pair."""
+
+
+KINDS = FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD
+
+
+def prepare(table: Table) -> Program:
+    """Prepare a table for `simulate`, for several simulations of it."""
+    num_stages, ranks = count_stages(table), stage_ranks(table)
+    microbatches = 1 + max(single.microbatch for row in table for action in row for single in action.singles)
+
+    def number(key: Key) -> int:
+        stage, kind, _ = key
+        return (2 * stage + (kind != FORWARD)) * microbatches
+
+    @cache
+    def step(stage: int, kind: str) -> Step:
+        first = Action(stage, kind, 0)
+        inputs = [(number(key), ranks.get(key[0]) != ranks[stage]) for key in input_keys(first, num_stages)]
+        outputs = tuple(map(number, output_keys(first)))
+        return Step(tuple(inputs), outputs, stage * len(KINDS) + KINDS.index(kind))
+
+    rows = [
+        [tuple((step(stage, kind), microbatch) for stage, kind, microbatch, _ in action.singles) for action in row]
+        for row in table
+    ]
+    return Program(table, num_stages, 2 * num_stages * microbatches, rows)
+
+
 @dataclass(frozen=True)
 class Simulation:
-    spans: list[list[TimeSpan]]
-    """By rank, in execution order."""
+    """The times of all actions of a program."""
+
+    program: Program
+    overlaps: bool
+    """True if the actions of a pair start and end together."""
+    times: list[list[tuple[Fraction | int, Fraction | int]]]
+    """Start and end of each action, by rank in execution order; once for actions that overlap."""
     makespan: Fraction | int
     busy: list[Fraction | int]
     """By rank. Overlapping actions count once."""
-    peak_activations: list[Fraction]
-    """By rank."""
+
+    @cached_property
+    def spans(self) -> list[list[TimeSpan]]:
+        """By rank, in execution order."""
+        spans = []
+        for row, times in zip(self.program.table, self.times, strict=True):
+            remaining = iter(times)
+            spans.append([])
+            for action in row:
+                joint = next(remaining) if action.parts and self.overlaps else None
+                for single in action.singles:
+                    spans[-1].append(TimeSpan(single, *(joint or next(remaining)), overlapped=joint is not None))
+        return spans
+
+    @cached_property
+    def peak_activations(self) -> list[Fraction]:
+        """By rank."""
+        table = self.program.table
+        return [Fraction(len(table), self.program.num_stages) * _peak(row) for row in table]
 
     @property
     def bubbles(self) -> list[Fraction | int]:
@@ -79,7 +151,7 @@ class Simulation:
 
 
 def simulate(
-    table: Table, costs: Costs | Sequence[Costs] = EQUAL_COSTS, p2p: Time = 0, overlap: Time | None = None
+    table: Table | Program, costs: Costs | Sequence[Costs] = EQUAL_COSTS, p2p: Time = 0, overlap: Time | None = None
 ) -> Simulation:
     """Simulate a table. Every rank runs its row in order, each action as soon as its inputs have arrived.
 
@@ -88,38 +160,49 @@ def simulate(
     overlap: the two actions of an OVERLAP_F_B pair start and end together, in this fraction of F + B. None: F, then B,
     as torch runs pairs; both results leave the rank after B. Raises ScheduleTableError on a deadlock.
     """
-    num_stages = count_stages(table)
-    share = Fraction(len(table), num_stages)
-    kinds = (FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD)
+    program = table if isinstance(table, Program) else prepare(table)
+    share = Fraction(len(program.table), program.num_stages)
     if isinstance(costs, Costs):
-        stage_times = [{kind: costs.duration(kind) * share for kind in kinds}] * num_stages
+        durations = [costs.duration(kind) * share for kind in KINDS] * program.num_stages
     else:
-        stage_times = [{kind: stage.duration(kind) for kind in kinds} for stage in costs]
+        durations = [stage.duration(kind) for stage in costs for kind in KINDS]
     delay = p2p if isinstance(p2p, int) else Fraction(p2p)
-    outputs: dict[Key, tuple[Fraction | int, int]] = {}
-    free: list[Fraction | int] = [0] * len(table)
-    busy: list[Fraction | int] = [0] * len(table)
-    spans: list[list[TimeSpan]] = [[] for _ in table]
+    ends: list[Any] = [None] * program.num_keys
+    times: list[list[tuple[Fraction | int, Fraction | int]]] = [[] for _ in program.rows]
+    free: list[Fraction | int] = [0] * len(times)
+    busy: list[Fraction | int] = [0] * len(times)
+    places = [0] * len(times)
 
-    def run(rank: int, action: Action, length: Fraction | int) -> tuple[Fraction | int, Fraction | int]:
-        arrivals = (outputs[key] for key in input_keys(action, num_stages))
-        start = max([free[rank], *(end if maker == rank else end + delay for end, maker in arrivals)])
+    def run(rank: int, parts: Sequence[tuple[Step, int]], length: Fraction | int) -> None:
+        """Run actions that start and end together."""
+        start = free[rank]
+        for (inputs, _, _), microbatch in parts:
+            for key, is_remote in inputs:
+                start = max(start, ends[key + microbatch] + delay if is_remote else ends[key + microbatch])
         free[rank] = start + length
         busy[rank] += length
-        return start, free[rank]
+        times[rank].append((start, free[rank]))
 
-    for rank, action in running_order(table):
-        if action.parts and overlap is not None:
-            length = sum(stage_times[part.stage][part.kind] for part in action.parts) * Fraction(overlap)
-            joint_run = run(rank, action, length)
-            spans[rank] += [TimeSpan(part, *joint_run, overlapped=True) for part in action.parts]
-        else:
-            spans[rank] += [
-                TimeSpan(single, *run(rank, single, stage_times[single.stage][single.kind]))
-                for single in action.singles
-            ]
-        outputs.update((key, (free[rank], rank)) for key in output_keys(action))
-    return Simulation(spans, max(free), busy, [share * _peak(row) for row in table])
+    moved = True
+    while moved:
+        moved = False
+        for rank, row in enumerate(program.rows):
+            for parts in islice(row, places[rank], None):
+                if any(ends[key + microbatch] is None for (inputs, _, _), microbatch in parts for key, _ in inputs):
+                    break
+                if overlap is not None and len(parts) > 1:
+                    run(rank, parts, sum(durations[step.duration] for step, _ in parts) * Fraction(overlap))
+                else:
+                    for part in parts:
+                        run(rank, (part,), durations[part[0].duration])
+                for (_, outputs, _), microbatch in parts:
+                    for key in outputs:
+                        ends[key + microbatch] = free[rank]
+                places[rank] += 1
+                moved = True
+    if any(place < len(row) for place, row in zip(places, program.rows, strict=True)):
+        list(running_order(program.table))  # raises the error, with the cause of the deadlock
+    return Simulation(program, overlap is not None, times, max(free), busy)
 
 
 def _peak(row: Sequence[Action]) -> int:

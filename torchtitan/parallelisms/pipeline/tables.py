@@ -76,12 +76,12 @@ def _torch_table(schedule: str, pp: int, microbatches: int, stages_per_rank: int
     ]
     compute_order = resolve_name("torchtitan.torch_internals.pipelining:compute_order")  # needs torch
     order = compute_order(schedule, stages, microbatches)
-    return [[_from_torch(action) for action in order[rank] if _computes(action)] for rank in range(pp)]
+    rows = [[_from_torch(action) for action in order[rank] if action is not None] for rank in range(pp)]  # None: idle
+    return [[action for action in row if action.kind in COMPUTED] for row in rows]
 
 
-def _computes(action) -> bool:
-    """Return True for compute actions. Idle slots are None, and REDUCE_GRAD is added by the runtime."""
-    return action is not None and action.computation_type.value in (FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD, OVERLAP)
+COMPUTED = FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD, OVERLAP
+"""Kinds of compute actions. REDUCE_GRAD is added by the runtime."""
 
 
 def _from_torch(action) -> Action:

@@ -54,6 +54,10 @@ OPTIMIZER_PASSES = 7
 """Reads and writes of values of a parameter's size in an optimizer's step: AdamW's four reads and three writes."""
 
 
+StageTime = tuple[float, float, float]
+"""Seconds of forward, input gradient and weight gradient of a stage."""
+
+
 @dataclass
 class StepTimer:
     """Predicts steps of one workload on one kind of hardware. It remembers the blocks that it has computed."""
@@ -63,6 +67,7 @@ class StepTimer:
     calibration: Calibration = Calibration()
     _blocks: dict[object, BlockTime] = field(default_factory=dict, repr=False)
     _stages: dict[object, list[Counter[int]]] = field(default_factory=dict, repr=False)
+    _stage_times: dict[object, list[StageTime]] = field(default_factory=dict, repr=False)
     _rank_weights: dict[object, set[WeightCounts]] = field(default_factory=dict, repr=False)
 
     def _computed(self, name: str) -> float:
@@ -163,14 +168,15 @@ class StepTimer:
 
     def block(self, plan: Plan, kind: int, replayed: float) -> BlockTime:
         """Return the mean time of blocks of `Workload.kinds` for one microbatch, if this share of them is replayed."""
-        key = (
-            *(kind, replayed, plan.tp, plan.cp, plan.ep, plan.microbatch, plan.recompute, plan.compiled),
-            *(plan.async_tp, plan.cp_method, plan.overlap_experts, self.hardware.slowdown(plan.gpus)),
-            self.messages.links_of(plan).machine,
-        )
+        key = kind, replayed, self._traits_of_blocks(plan)
         if key not in self._blocks:
             self._blocks[key] = self._block(plan, kind, replayed)
         return self._blocks[key]
+
+    def _traits_of_blocks(self, plan: Plan) -> tuple[object, ...]:
+        """Return what the time of a block depends on."""
+        options = plan.recompute, plan.compiled, plan.async_tp, plan.cp_method, plan.overlap_experts
+        return plan.tp, plan.cp, plan.ep, plan.microbatch, *options, plan.gpus
 
     def _block(self, plan: Plan, kind: int, replayed: float) -> BlockTime:
         sizes = self.workload.kinds[kind]
@@ -276,7 +282,7 @@ class StepTimer:
         """Return the weights of the pipeline rank that stores the most of them."""
         key = plan.pp, plan.schedule, plan.stages_per_rank, plan.tp, plan.ep
         if key not in self._rank_weights:
-            self._rank_weights[key] = {self._weights(plan, plan.stages_of_rank(rank)) for rank in range(plan.pp)}
+            self._rank_weights[key] = {self._weights(plan, numbers) for numbers in plan.stages_of_ranks}
         return max(self._rank_weights[key], key=lambda weights: self.stored(plan, weights))
 
     def _weights(self, plan: Plan, numbers: list[int]) -> WeightCounts:
@@ -317,10 +323,10 @@ class StepTimer:
         """
         merged = plan.merges_backward or not schedule_traits(plan.schedule).split_backward
         times = self.stage_times(plan)
-        idle = [0.0, *accumulate(sum(stage) if merged else stage[0] for stage in times)]
-        numbers = [plan.stages_of_rank(rank) for rank in range(plan.pp)]
-        busy = [plan.microbatches * sum(sum(times[number]) for number in rank) for rank in numbers]
-        least = max(seconds + idle[min(rank)] for seconds, rank in zip(busy, numbers, strict=True))
+        totals = list(map(sum, times))
+        idle = [0.0, *accumulate(totals if merged else [forward for forward, _, _ in times])]
+        busy = [plan.microbatches * sum([totals[number] for number in rank]) for rank in plan.stages_of_ranks]
+        least = max(seconds + idle[rank[0]] for seconds, rank in zip(busy, plan.stages_of_ranks, strict=True))
         slowest = self.rank_time(plan, busy.index(max(busy)))
         parts = Parts({name: seconds * plan.microbatches for name, seconds in slowest.items()})
         parts["bubble"] = self.bubble(plan, least, max(busy))
@@ -346,7 +352,7 @@ class StepTimer:
 
     def rank_time(self, plan: Plan, rank: int) -> Parts:
         """Return the seconds of a pipeline rank's stages for one microbatch, by part."""
-        stages, numbers = self.stages(plan), plan.stages_of_rank(rank)
+        stages, numbers = self.stages(plan), plan.stages_of_ranks[rank]
         return self._sum(plan, [stages[number] for number in numbers], 0 in numbers, len(stages) - 1 in numbers)
 
     def finished(self, plan: Plan, parts: Parts, with_fsdp: bool = True, simulated: bool = False) -> StepTime:
@@ -404,31 +410,45 @@ class StepTimer:
         }
         return ", ".join(name for name, is_outside in limits.items() if is_outside)
 
-    def stage_times(self, plan: Plan) -> list[tuple[float, float, float]]:
+    def stage_times(self, plan: Plan) -> list[StageTime]:
         """Return the seconds of forward, input gradient and weight gradient of each stage, for one microbatch."""
-        times = []
-        stages = self.stages(plan)
         start = 0.0 if self.messages.overlap else ACTION_SECONDS
         merged = plan.merges_backward or not schedule_traits(plan.schedule).split_backward
-        of_blocks: dict[object, tuple[float, ...]] = {}  # most stages have equal blocks
-        for number, stage in enumerate(stages):
-            content = tuple(stage.items())
-            if content not in of_blocks:
-                blocks = [(block.forward, block.input_grad, block.weight_grad) for block, _ in self.blocks(plan, stage)]
-                of_blocks[content] = tuple(
-                    sum(count * seconds for count, seconds in zip(stage.values(), part, strict=True))
-                    for part in zip(*blocks, strict=True)
-                )
-            forward, input_grad, weight_grad = of_blocks[content]
-            if number in (0, len(stages) - 1):
-                waited = self.waited_at_ends(plan, number == 0, number == len(stages) - 1)
-                forward, input_grad = forward + waited / 2, input_grad + waited / 2
-            if number == len(stages) - 1:
+        times = list(self._times_without_ends(plan))
+        for number in {0, len(times) - 1}:
+            forward, input_grad, weight_grad = times[number]
+            waited = self.waited_at_ends(plan, number == 0, number == len(times) - 1)
+            forward, input_grad = forward + waited / 2, input_grad + waited / 2
+            if number == len(times) - 1:
                 product, logits = self.head(plan)
                 forward, input_grad = forward + product + logits, input_grad + product + logits
                 weight_grad += product * (self.workload.base is None)
-            times.append((start + forward, start + input_grad, weight_grad + (0.0 if merged else start)))
-        return times
+            times[number] = forward, input_grad, weight_grad
+        if not start:
+            return times
+        started_again = 0.0 if merged else start
+        return [
+            (start + forward, start + input_grad, weight_grad + started_again)
+            for forward, input_grad, weight_grad in times
+        ]
+
+    def _times_without_ends(self, plan: Plan) -> list[StageTime]:
+        """Return the times of each stage's blocks. Plans that differ in schedule, replicas or loss share them."""
+        key = plan.pp, plan.stages_per_rank, self._traits_of_blocks(plan)
+        if key not in self._stage_times:
+            self._stage_times[key] = times = []
+            of_blocks: dict[object, StageTime] = {}  # most stages have equal blocks
+            for stage in self.stages(plan):
+                content = tuple(stage.items())
+                if content not in of_blocks:
+                    blocks = self.blocks(plan, stage)
+                    of_blocks[content] = (
+                        sum(count * block.forward for block, count in blocks),
+                        sum(count * block.input_grad for block, count in blocks),
+                        sum(count * block.weight_grad for block, count in blocks),
+                    )
+                times.append(of_blocks[content])
+        return self._stage_times[key]
 
     def _accumulated(self, plan: Plan, weights: WeightCounts) -> float:
         """Return the seconds to add the gradients of a batch's microbatches, or passes, that are reduced together."""
@@ -486,7 +506,7 @@ class StepTimer:
         `rank`: of the pipeline; None: the first of those with the most blocks, with the weights of the fullest rank.
         """
         weights, count = self.rank_weights(plan), plan.microbatches * plan.passes
-        stages, ranks = self.stages(plan), [plan.stages_of_rank(number) for number in range(plan.pp)]
+        stages, ranks = self.stages(plan), plan.stages_of_ranks
         numbers = max(ranks, key=lambda numbers: sum(stages[number].total() for number in numbers))
         if rank is not None:
             numbers = ranks[rank]
