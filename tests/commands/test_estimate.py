@@ -19,10 +19,10 @@ from torchtitan.planner import answer
 from torchtitan.planner import estimate as prediction
 from torchtitan.planner.memory.closed_form import predict_memory
 from torchtitan.planner.plan import Plan, Workload
-from torchtitan.planner.rehearsal import RehearsalEnded
 from torchtitan.planner.time.measured_runs import usual_calibration
 from torchtitan.planner.time.messages import Links
 from torchtitan.planner.time.step_time import StepTimer
+from torchtitan.process.workers import WorkerEnded
 
 GIB = 2**30
 
@@ -278,8 +278,8 @@ def test_a_step_that_is_refused_has_an_exit_code_of_its_own(needs, monkeypatch, 
     assert capsys.readouterr().err == "model.s2_group_size: given 8; allowed: 0 for Gemma3\n"
 
     def end(*arguments):
-        raise RehearsalEnded("a rehearsal was ended")
+        raise WorkerEnded("a rehearsal was ended")
 
     monkeypatch.setattr(estimate, "predict", end)
-    with pytest.raises(RehearsalEnded):
+    with pytest.raises(WorkerEnded):
         estimate.main(needs)

@@ -30,6 +30,7 @@ from torchtitan.planner import estimate as prediction
 from torchtitan.planner import rehearsal
 from torchtitan.planner.memory.live_tensors import BACKWARD, LiveTensors
 from torchtitan.planner.rehearsal import Rehearsal, rehearse
+from torchtitan.process import workers
 from torchtitan.process.distributed import device_type
 from torchtitan.torch_internals import recompute
 from torchtitan.training.batches import zero_batch
@@ -288,7 +289,7 @@ def test_rehearsals_have_as_many_processes_as_there_are_processors(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     tasks = [(number, 10) for number in range(4)]
     for processors, daemon, forked in ((2, False, True), (1, False, False), (2, True, False)):
-        monkeypatch.setattr(rehearsal, "_processors", lambda number=processors: number)
+        monkeypatch.setattr(workers, "processors", lambda number=processors: number)
         monkeypatch.setattr(type(multiprocessing.current_process()), "daemon", daemon)
         results = rehearsal.run_in_processes(product_and_process, tasks)
         assert [number for number, _, _ in results] == [0, 10, 20, 30]
@@ -301,7 +302,7 @@ def test_rehearsals_have_as_many_processes_as_there_are_processors(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 def test_a_killed_rehearsal_is_reported(monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(rehearsal, "_processors", lambda: 2)
+    monkeypatch.setattr(workers, "processors", lambda: 2)
     with pytest.raises(JobError, match="a rehearsal was ended, as where memory runs out"):
         rehearsal.run_in_processes(os._exit, [(9,), (9,)])
 
@@ -317,7 +318,7 @@ def fail_first_or_touch(folder, number):
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
 def test_no_rehearsal_starts_after_a_failure(tmp_path, monkeypatch):
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(rehearsal, "_processors", lambda: 2)
+    monkeypatch.setattr(workers, "processors", lambda: 2)
     with pytest.raises(JobError, match="the first"):
         rehearsal.run_in_processes(fail_first_or_touch, [(tmp_path, number) for number in range(40)])
     assert len(list(tmp_path.iterdir())) < 39
@@ -332,7 +333,7 @@ def touch_and_wait(folder):
 def test_rehearsals_end_when_their_parent_dies(tmp_path, monkeypatch):
     """Ctrl-C in `torchtitan check` kills the process of its estimate like this."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(rehearsal, "_processors", lambda: 2)
+    monkeypatch.setattr(workers, "processors", lambda: 2)
     parent = multiprocessing.get_context("fork").Process(
         target=rehearsal.run_in_processes, args=(touch_and_wait, [(tmp_path,)] * 2)
     )
@@ -356,7 +357,7 @@ def test_rehearsals_end_when_their_parent_dies(tmp_path, monkeypatch):
 def test_with_a_gpu_processes_are_forked_from_a_fresh_one(gpu, monkeypatch):
     """With a GPU, autograd starts threads in its first backward; a fork of that process cannot run backward."""
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: gpu)
-    monkeypatch.setattr(rehearsal, "_processors", lambda: 2)
+    monkeypatch.setattr(workers, "processors", lambda: 2)
     torch.ones((), requires_grad=True).backward()
     parents = set(rehearsal.run_in_processes(os.getppid, [(), ()]))
     assert parents == {os.getpid()} if not gpu else not parents & {os.getpid(), os.getppid()}

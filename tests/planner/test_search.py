@@ -21,7 +21,7 @@ from torchtitan.job import ResolvedJob
 from torchtitan.launcher.run_folder import RecordedPlan, record_start
 from torchtitan.parallelisms.pipeline.simulator import Costs, simulate
 from torchtitan.parallelisms.pipeline.tables import build_table
-from torchtitan.planner import estimate
+from torchtitan.planner import estimate, robust_search
 from torchtitan.planner import search as search_module
 from torchtitan.planner.memory.closed_form import LIMITS
 from torchtitan.planner.memory.rank_sizes import RankSizes
@@ -467,18 +467,18 @@ def test_chunks_of_the_loss_have_smaller_products_and_sum_the_gradient():
 def test_plans_are_ordered_by_a_step_on_a_slower_network():
     """Their times are those of the whole network. With 0.7 of it a plan loses what its messages take."""
     search, _ = searched("llama3_8b", 64, 64, top=1)
-    result = command.find_robust(search, 64, 5, Limits(H100.memory_gib * 2**30))
-    slower = command.with_network(search, 0.76)
+    result = robust_search.find_robust(search, 64, 5, Limits(H100.memory_gib * 2**30))
+    slower = robust_search.with_network(search, 0.76)
     seconds = [slower.timer.step_time(one.plan).seconds for one in result.best]
     assert len(seconds) == 5 and seconds == sorted(seconds)
     assert all(one.time == search.timer.step_time(one.plan) for one in result.best + result.judged)
     exposed = search.candidate(Plan(shards=64, recompute="none"))
-    (line,) = command.network_lines(search, exposed)
+    (line,) = robust_search.network_lines(search, exposed)
     network = search.timer.timer.messages_of_step(exposed.plan)["fsdp"].transfer
     assert f"busy for {network / exposed.time.seconds:.0%} of a step" in line
-    loss = command.with_network(search, 0.7).timer.step_time(exposed.plan).seconds / exposed.time.seconds - 1
+    loss = robust_search.with_network(search, 0.7).timer.step_time(exposed.plan).seconds / exposed.time.seconds - 1
     assert f"takes {loss:.1%} longer" in line and loss > 0.03
-    assert command.network_lines(search, search.candidate(Plan(shards=8, passes=8))) == []
+    assert robust_search.network_lines(search, search.candidate(Plan(shards=8, passes=8))) == []
 
 
 # Command

@@ -7,12 +7,12 @@ from dataclasses import replace
 
 import pytest
 
-from torchtitan.commands.plan import add_uncertain, find_robust, find_uncertain, with_network
 from torchtitan.config import manager
 from torchtitan.core.hardware import load_hardware
 from torchtitan.job import ResolvedJob
 from torchtitan.parallelisms.degrees import divisors
 from torchtitan.planner.plan import Plan, Workload
+from torchtitan.planner.robust_search import add_uncertain, find_robust, find_uncertain, with_network
 from torchtitan.planner.search import Limits, Result, Search
 from torchtitan.planner.time.measured_runs import usual_calibration
 

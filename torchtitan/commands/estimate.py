@@ -22,11 +22,11 @@ from torchtitan.core.progress_bar import waiting
 from torchtitan.planner.answer import WAITED_FOR, predicted_step, step_line
 from torchtitan.planner.estimate import Prediction, Remedy, flops_of_a_rank, predict, remedies, worst
 from torchtitan.planner.memory.closed_form import fit
-from torchtitan.planner.rehearsal import RehearsalEnded
 from torchtitan.planner.search import is_judged, memory_limit
 from torchtitan.planner.time.messages import Links
 from torchtitan.process.machine import limit_in_bytes
 from torchtitan.process.ranks import likely_device
+from torchtitan.process.workers import WorkerEnded
 from torchtitan.rules import Device
 from torchtitan.rules.loading import load_valid, without_resume
 
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> int:
     try:
         with waiting("a step is rehearsed"):
             predictions = predict(job, options.traffic)
-    except RehearsalEnded:
+    except WorkerEnded:
         raise
     except JobError as error:  # the step refuses what no rule judges, in training too
         print(" ".join(str(error).split()), file=sys.stderr)

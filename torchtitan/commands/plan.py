@@ -6,10 +6,8 @@ time against memory of the plans, and duration against price by number of GPUs.
 
 import argparse
 import json
-import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from pkgutil import resolve_name
 from string import ascii_lowercase
@@ -42,16 +40,15 @@ from torchtitan.planner.answer import (
     gpus_text,
     interval,
     loss_of,
-    no_plan,
     pareto_front,
     row,
 )
 from torchtitan.planner.failures import Failures
 from torchtitan.planner.informative_runs import differing_options, run_lines, runs_to_measure
 from torchtitan.planner.memory.closed_form import NEEDED, RESERVED, fit, needed, reserved
-from torchtitan.planner.plan import Plan, Workload, pipeline_obstacle, planning_obstacle
+from torchtitan.planner.plan import Plan, Workload, planning_obstacle
+from torchtitan.planner.robust_search import Answer, search_plans
 from torchtitan.planner.search import Candidate, Limits, Result, Search, faults_as_new, memory_limit
-from torchtitan.planner.smaller_states import remedy
 from torchtitan.planner.time.measured_runs import calibrate, usual_calibration
 from torchtitan.planner.trace import check_ending, write_trace
 from torchtitan.rules.loading import load_job
@@ -63,19 +60,14 @@ LABEL: dict[str, Any] = {
 """Style of a text that may lie over lines, but below points."""
 UNITS = (("days", 24.0), ("hours", 1.0), ("minutes", 1 / 60), ("seconds", 1 / 3600))
 """Units of a duration, and their hours."""
-Alternatives = Sequence[tuple[str, Candidate | None]]
 
 
-def draw_plans(
-    path: Path, result: Result, memory: float, job: Candidate | str, alternatives: Alternatives, cost: Cost
-) -> None:
-    """Draw a PNG or SVG. `memory`: bytes of a GPU. `job`: the job's own plan, or why there is none.
-
-    Raises OSError if the file cannot be written.
-    """
+def draw_plans(path: Path, answer: Answer, memory: float, cost: Cost) -> None:
+    """Draw a PNG or SVG. `memory`: bytes of a GPU. Raises OSError if the file cannot be written."""
     import matplotlib
     from matplotlib.figure import Figure
 
+    result, job, alternatives = answer.result, answer.job, answer.alternatives
     widths = [3, 2] if alternatives else [1]
     with matplotlib.rc_context(STYLE | {"svg.hashsalt": "plan"}):
         figure = Figure(figsize=(12, 6.6), dpi=150, layout="constrained")
@@ -122,7 +114,7 @@ def _draw_memory(axes: Any, result: Result, memory: float, job: Candidate | None
     axes.legend(**below, labelcolor=INK, fontsize=8, framealpha=0.9, edgecolor="none")
 
 
-def _draw_price(axes: Any, best: Candidate, alternatives: Alternatives, cost: Cost) -> None:
+def _draw_price(axes: Any, best: Candidate, alternatives: Sequence[tuple[str, Candidate | None]], cost: Cost) -> None:
     """Plot the best plan for each number of GPUs: duration and GPU-hours, or their price."""
     by_gpus = {best.plan.gpus: best}
     by_gpus |= {other.plan.gpus: other for _, other in alternatives if other and other.plan.gpus != best.plan.gpus}
@@ -153,12 +145,6 @@ def _draw_price(axes: Any, best: Candidate, alternatives: Alternatives, cost: Co
 BASE = ResolvedJob(JobConfig()).layout
 PLANNED = {name for plan in (Plan(), Plan(tp=2, cp=2, pp=2, schedule="1F1B")) for name in plan.changes(BASE, 1)}
 """Options that a plan sets. Their faults in the job do not matter."""
-LEAST_NETWORK, QUANTILE = 0.7, 0.8
-"""Least share of the network that a job is expected to get, and the quantile of the step's time that orders plans."""
-SHARE = 1 - QUANTILE * (1 - LEAST_NETWORK)
-"""The share of the network at which the time of a step is that quantile."""
-MOST_UNCERTAIN = 3
-"""Most plans to show that may fit."""
 WRITTEN = "# torchtitan plan: "
 """Start of a file of --write, which may be replaced by another one."""
 
@@ -179,24 +165,17 @@ def main(argv: list[str]) -> int:
     question = ask(options, ResolvedJob(load_job(job_args)[0], options.gpus))
     with waiting("plans are searched"):
         number = max(options.top, options.explain or 0, options.rehearse)
-        result = find_robust(question.search, options.gpus, number, question.limits)
-        if not result.best:
-            add_uncertain(result, find_uncertain(*question.uncertain_plans(result)))
-    if not result.plans:
-        memory = question.limits.memory
-        smaller = remedy(question.search, options.gpus, memory)
-        raise JobError(no_plan(result, options.gpus, memory, question.search.state, smaller))
+        answer = search_plans(question.search, options.gpus, number, question.limits, beside=not options.quick)
+    result = answer.result
     if options.explain and options.explain > len(result.plans):
         raise JobError(f"--explain: given {options.explain}; allowed: 1 to {len(result.plans)}, the plans found")
-    with waiting("other hardware is tried"):
-        alternatives = question.search_beside(result)
     peaks = list(question.rehearsed_peaks(result))
     if options.json:
-        print(json.dumps(question.record(result, alternatives, peaks), indent=1))
+        print(json.dumps(question.record(answer, peaks), indent=1))
     else:
-        lines = [*report(question, result, alternatives), *question.comparison_with(peaks, result)]
+        lines = [*report(question, answer), *question.comparison_with(peaks, result)]
         print("\n".join([*lines, *question.explained(result)]))
-    write(question, result, alternatives)
+    write(question, answer)
     return 0
 
 
@@ -214,47 +193,6 @@ class PlanRequest:
     @property
     def gpus(self) -> int:
         return int(self.options.gpus)
-
-    def job_plan(self) -> Candidate | str:
-        """Return the prediction of the job's own plan, or why it cannot run."""
-        job = self.search.base
-        if faults := faults_as_new(job):
-            return f"is not legal on {gpus_text(self.gpus)}: {faults[0]}"
-        if obstacle := pipeline_obstacle(job):
-            return f"is not predicted: {obstacle}"
-        return self.search.candidate(Plan.of(job, self.search.samples))
-
-    def uncertain_plans(self, result: Result) -> tuple[Search, int, int, Limits, Result]:
-        """Return the arguments of `find_uncertain`."""
-        return self.search, self.gpus, MOST_UNCERTAIN, self.limits, result
-
-    def other_hardware(self) -> list[tuple[str, Search, int, Limits]]:
-        """Return searches with other hardware, by what differs."""
-        no_limit = Limits(self.limits.memory)
-        return [
-            (gpus_text(2 * self.gpus), self.search, 2 * self.gpus, no_limit),
-            *([(gpus_text(self.gpus // 2), self.search, self.gpus // 2, no_limit)] if self.gpus > 1 else []),
-            ("twice the memory", self.search, self.gpus, Limits(2 * self.limits.memory)),
-            ("twice the network", with_network(self.search, 2.0), self.gpus, no_limit),
-        ]
-
-    def search_beside(self, result: Result) -> list[tuple[str, Candidate | None]]:
-        """Add the plans that may fit to those that do, and return the best plan with other hardware, by what differs.
-
-        The searches take processes of their own where pipelines are simulated, which takes most of the time.
-        """
-        searches = [] if self.options.quick else self.other_hardware()
-        tasks: list[tuple[Any, ...]] = [(find_robust, search, gpus, 1, within) for _, search, gpus, within in searches]
-        if result.best:
-            tasks.append((find_uncertain, *self.uncertain_plans(result)))
-        if any(candidate.plan.pp > 1 for candidate in result.judged):  # their simulation has imported torch
-            results: list[Result] = resolve_name("torchtitan.planner.rehearsal").run_in_processes(_call, tasks)
-        else:
-            results = [_call(*task) for task in tasks]
-        if result.best:
-            add_uncertain(result, results.pop())
-        bests = [one.best[0] if one.best else None for one in results]
-        return [(change, best) for (change, *_), best in zip(searches, bests, strict=True)]
 
     def runs_to_measure(self, result: Result) -> list[tuple[Plan, str]]:
         """Return the runs that would tell most for --from, with their commands; none if it is given."""
@@ -295,10 +233,8 @@ class PlanRequest:
             lines.append(f"  {label:<3} {sizes}; reserved {format_bytes(low)} to {format_bytes(high)}: {verdict}")
         return lines
 
-    def record(
-        self, result: Result, alternatives: list[tuple[str, Candidate | None]], peaks: list[int]
-    ) -> dict[str, object]:
-        search, job = self.search, self.job_plan()
+    def record(self, answer: Answer, peaks: list[int]) -> dict[str, object]:
+        search, result, job = self.search, answer.result, answer.job
 
         def record_of(candidate: Candidate) -> dict[str, object]:
             options = candidate.plan.changes(search.base.layout, search.samples)
@@ -319,7 +255,7 @@ class PlanRequest:
             "may_fit": [record_of(candidate) for candidate in result.may_fit],
             "rehearsed_peaks": peaks,
             "job": job if isinstance(job, str) else record_of(job),
-            "alternatives": {change: other and record_of(other) for change, other in alternatives},
+            "alternatives": {change: other and record_of(other) for change, other in answer.alternatives},
             "explanation": self.explained(result),
             "runs_to_measure": [command for _, command in self.runs_to_measure(result)],
         }
@@ -415,82 +351,12 @@ def check_replaced(path: Path, job_args: list[str]) -> None:
         raise JobError(f"--write: given {name!r}; allowed: {allowed}; name another, or remove it")
 
 
-# Network
-
-
-def with_network(search: Search, share: float) -> Search:
-    """Return the same search with a share of the network's bandwidth."""
-    return search.with_hardware(search.hardware.with_speeds(between=share))
-
-
-def find_robust(search: Search, gpus: int, top: int, limits: Limits) -> Result:
-    """Find the plans with the shortest step on a network that is slower than expected.
-
-    The share of the network that a job gets is uncertain: taken as even between LEAST_NETWORK and all of it. More of it
-    never slows a step, so the step's QUANTILE is the step with that quantile of the missing share. The times of the
-    result are those of the whole network, and `limits` are for them.
-    """
-    # no part of a step takes longer than at this share of its speed
-    within = replace(limits, most_seconds=limits.most_seconds / SHARE)
-    result = with_network(search, SHARE).find(gpus, top, within, partial(is_in_time, search, limits))
-    return on_whole_network(search, result)
-
-
-def is_in_time(search: Search, limits: Limits, plan: Plan) -> bool:
-    """Return whether a step of the plan on the whole network is within the limits."""
-    return limits.most_seconds == math.inf or search.timer.step_time(plan).seconds <= limits.most_seconds
-
-
-def find_uncertain(search: Search, gpus: int, top: int, limits: Limits, certain: Result) -> Result:
-    """Find plans that may fit, but do not count as fitting, and are faster than the best one of `certain`."""
-    slower = with_network(search, SHARE)
-    most_seconds = limits.most_seconds / SHARE
-    if certain.best:
-        most_seconds = math.nextafter(slower.timer.step_time(certain.best[0].plan).seconds, 0)
-
-    def may_fit(plan: Plan) -> bool:
-        return search.memory(plan).needed > limits.memory and is_in_time(search, limits, plan)
-
-    lenient = Limits(limits.memory, most_seconds, certain=False)
-    return on_whole_network(search, slower.find(gpus, top, lenient, may_fit, needs_plan=not certain.best))
-
-
-def _call(function: Callable[..., Result], *arguments: Any) -> Result:
-    """Call a function of this module in another process."""
-    return function(*arguments)
-
-
-def on_whole_network(search: Search, result: Result) -> Result:
-    """Return the result with the times of its plans on the whole network."""
-    for plans in (result.best, result.judged):
-        plans[:] = [replace(one, time=search.timer.step_time(one.plan)) for one in plans]
-    return result
-
-
-def add_uncertain(result: Result, uncertain: Result) -> None:
-    """Add the plans that may fit to those that count as fitting."""
-    result.may_fit = uncertain.best
-    result.complete &= uncertain.complete
-
-
-def network_lines(search: Search, best: Candidate) -> list[str]:
-    """Format how much of the network a plan uses, and what it loses with less of it."""
-    if best.plan.gpus <= search.hardware.devices_per_machine:
-        return []
-    slower = with_network(search, LEAST_NETWORK)
-    at_full, at_least = (one.timer.timer.messages_of_step(best.plan) for one in (search, slower))
-    seconds = sum(message.transfer for axis, message in at_full.items() if message.transfer < at_least[axis].transfer)
-    loss = slower.timer.step_time(best.plan).seconds / best.time.seconds - 1
-    usage = f"network: busy for {seconds / best.time.seconds:.0%} of a step"
-    slowdown = f"with {LEAST_NETWORK:g} of it a step takes {loss:.1%} longer"
-    return [f"{usage}; {slowdown}. Plans are ordered by a step with {SHARE:g} of it"]
-
-
 # Report
 
 
-def report(question: PlanRequest, result: Result, alternatives: list[tuple[str, Candidate | None]]) -> list[str]:
-    search, best = question.search, result.plans[0]
+def report(question: PlanRequest, answer: Answer) -> list[str]:
+    search, result, job = question.search, answer.result, answer.job
+    best = result.plans[0]
     workload, hardware = search.workload, search.hardware
     shown = result.best[: question.options.top]
     name = " + ".join(search.base.config.job.config_file) or "the default job"
@@ -514,14 +380,13 @@ def report(question: PlanRequest, result: Result, alternatives: list[tuple[str, 
             f"m: may fit; a plan counts as fitting in {NEEDED:g} times its tensors, and published runs reserved "
             f"{RESERVED[0]:g} times or more; --rehearse counts the tensors, and a few steps on the GPU decide"
         )
-    job = question.job_plan()
     if isinstance(job, str):
         lines.append(f"job  {job}")
     else:
         lines += [row(job, "job"), f"the job's own plan {loss_of(job, best, question.limits.memory)}"]
-    lines += ["", costs(best, question.cost), *failure_lines(best, question.cost), *network_lines(search, best)]
-    if alternatives:
-        lines += ["with the best plan for it:", *comparison(alternatives, best, question.cost)]
+    lines += ["", costs(best, question.cost), *failure_lines(best, question.cost), *answer.network]
+    if answer.alternatives:
+        lines += ["with the best plan for it:", *comparison(answer.alternatives, best, question.cost)]
     judged = f"{result.layouts:,} layouts, {len(result.judged):,} plans simulated"
     excluded = ", ".join(f"{key} {count:,}" for key, count in result.excluded.most_common(3))
     lines.append(f"searched {judged}" + f"; excluded by {excluded}" * bool(excluded))
@@ -536,9 +401,9 @@ def report(question: PlanRequest, result: Result, alternatives: list[tuple[str, 
     return [*lines, *run_lines(search, question.runs_to_measure(result))]
 
 
-def write(question: PlanRequest, result: Result, alternatives: list[tuple[str, Candidate | None]]) -> None:
+def write(question: PlanRequest, answer: Answer) -> None:
     """Write the best plan as a job that extends the given one, the picture, and the trace."""
-    options = question.options
+    options, result = question.options, answer.result
     try:
         for path in filter(None, (options.write, options.plot)):
             path.parent.mkdir(parents=True, exist_ok=True)
@@ -547,7 +412,7 @@ def write(question: PlanRequest, result: Result, alternatives: list[tuple[str, C
             if not options.json:
                 print(f"written  {options.write}")
         if options.plot is not None:
-            draw_plans(options.plot, result, question.limits.memory, question.job_plan(), alternatives, question.cost)
+            draw_plans(options.plot, answer, question.limits.memory, question.cost)
             if not options.json:
                 print(f"picture  {options.plot}")
         if options.trace is not None:

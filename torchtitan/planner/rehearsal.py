@@ -10,13 +10,9 @@ import gc
 import logging
 import multiprocessing
 import os
-import signal
-import sys
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
 from contextlib import contextmanager
 from multiprocessing import forkserver
 from pathlib import Path
@@ -33,7 +29,6 @@ from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.sections.training import LRScheduler
 from torchtitan.core.cadence import NO_LIMIT
 from torchtitan.core.callbacks import Callback
-from torchtitan.core.errors import JobError
 from torchtitan.job import ResolvedJob
 from torchtitan.job.layout import JobLayout
 from torchtitan.job.model import JobModel
@@ -46,9 +41,8 @@ from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.parallelisms.sequence_layout import Tokens, all_parts, replace_parts
 from torchtitan.planner.memory.live_tensors import ACTIVATIONS, BACKWARD, Bytes, FakeValues, LiveTensors
 from torchtitan.planner.time.traffic import FewMicrobatches, Group, Traffic, axes_of
-from torchtitan.process.exit import die_with_parent
+from torchtitan.process import workers
 from torchtitan.process.host import host
-from torchtitan.process.machine import shared_memory_obstacle
 from torchtitan.process.ranks import Ranks
 from torchtitan.torch_internals.dispatch import FakeTensor, FakeTensorMode, attention_for_cpu, unset_fake_temporarily
 from torchtitan.torch_internals.fake_world import FakeStore, clear_sharding_prop_cache
@@ -445,43 +439,22 @@ def _quiet() -> Iterator[None]:
 
 # Several rehearsals at once, each in its own process
 
-MAX_PROCESSES = 8
-"""Maximum number of processes. Each needs about 1 GB."""
-
 T = TypeVar("T")
 
 
-class RehearsalEnded(JobError):
-    """A rehearsal that the machine ended, which says nothing about the job."""
-
-
 def run_in_processes(function: Callable[..., T], tasks: Sequence[tuple[Any, ...]]) -> list[T]:
-    """Return the function's result for each tuple of arguments, computed in up to MAX_PROCESSES processes.
+    """Call workers.run_in_processes for a function that rehearses."""
 
-    With one processor, on another system than Linux, or without /dev/shm, this process computes them.
-    Exceptions are raised here.
-    """
-    number = min(len(tasks), _processors(), MAX_PROCESSES)
-    if number < 2 or sys.platform != "linux" or multiprocessing.current_process().daemon or shared_memory_obstacle():
-        return [function(*task) for task in tasks]
-    context: Any = multiprocessing.get_context("fork")
-    if torch.accelerator.is_available():
+    def fork_server() -> Any:
         # With an accelerator, autograd has threads after its first backward and then refuses to work in a fork; CUDA
         # refuses after its first use. So processes are forked from a server that has only imported the modules.
-        context = multiprocessing.get_context("forkserver")
+        context: Any = multiprocessing.get_context("forkserver")
         context.set_forkserver_preload([__name__, function.__module__])
         _start_fork_server()
-    with ProcessPoolExecutor(number, context, _begin) as pool:
-        futures = [pool.submit(function, *task) for task in tasks]
-        try:
-            return [future.result() for future in futures]
-        except BrokenProcessPool:
-            remedy = "with fewer processors (taskset --cpu-list 0 torchtitan ...) it has fewer processes"
-            raise RehearsalEnded(
-                f"a rehearsal was ended, as where memory runs out: each takes about a GB; {remedy}"
-            ) from None
-        finally:  # after a failure or Ctrl-C, start no waiting task
-            pool.shutdown(wait=False, cancel_futures=True)
+        return context
+
+    make_context = fork_server if torch.accelerator.is_available() else None
+    return workers.run_in_processes(function, tasks, "a rehearsal", _begin, make_context)
 
 
 def _start_fork_server() -> None:
@@ -498,16 +471,9 @@ def _start_fork_server() -> None:
 
 
 def _begin() -> None:
-    """Set up a worker process, which ends with its parent, and immediately on Ctrl-C.
-
-    It uses one thread, because a fork has none of its parent's threads and must not wait for them. GPUs are hidden,
-    because autograd would allocate memory on them.
+    """Set up a worker process. It uses one thread, because a fork has none of its parent's threads and must not wait
+    for them. GPUs are hidden, because autograd would allocate memory on them.
     """
-    die_with_parent(os.getppid())
-    signal.signal(signal.SIGINT, signal.SIG_DFL)
+    workers.begin_worker()
     torch.set_num_threads(1)
     os.environ["CUDA_VISIBLE_DEVICES"] = ""
-
-
-def _processors() -> int:
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
