@@ -151,7 +151,7 @@ def test_expert_parallel_gathers_only_what_is_sharded():
     assert plan.expert_shards == 1 and units == args.n_layers + 2
     dense = 2 * weights.dense
     assert timer.messages.gather_weights(plan, dense, weights, units) == gather(dense, 64, 1, units)
-    half = dataclasses.replace(plan, ep=32)
+    half = plan._replace(ep=32)
     weights = timer.rank_weights(half)
     expected = gather(dense, 64, 1, units)
     expected = expected.and_then(gather(2 * weights.experts, 2, 32, args.n_layers - args.n_dense_layers))
@@ -286,7 +286,7 @@ def test_the_slowest_stage_sets_the_time():
 def test_long_pipelines_are_extrapolated_exactly():
     job = resolved("llama3_405b", gpus=512)
     search = Search(job, Workload.of(job, 512), 512, H100, Calibration())
-    plan = dataclasses.replace(Plan.of(job, 512), microbatches=256)
+    plan = Plan.of(job, 512)._replace(microbatches=256)
     assert search.timer._microbatches(plan) == [16, 24]
     assert search.timer._makespan(plan) == pytest.approx(
         float(search.timer.simulation(plan, 256).makespan) * search_module.TICK, rel=1e-3
@@ -429,7 +429,7 @@ def test_layouts_are_listed_once():
     assert len({one.plan.layout for one in result.best}) == len(result.best) == 10
     for one in result.best:
         for change in ({"compiled": not one.plan.compiled}, {"recompute": "full"}):
-            other = dataclasses.replace(one.plan, **change)
+            other = one.plan._replace(**change)
             slower = search.timer.step_time(other).seconds >= one.time.seconds
             assert slower or search.faults(other) or search.memory(other).needed > H100.memory_gib * 2**30
 
@@ -441,10 +441,10 @@ def test_ulysses_sends_a_share_of_the_heads():
     plan, link = Plan(cp=4, recompute="none"), H100.machine_link
     tokens = timer.workload.seq_len / 4
     size = 2 * 128 * tokens * (2 * 32 + 2 * 8) * 3 / 4
-    ulysses = dataclasses.replace(plan, cp_method="ulysses")
+    ulysses = plan._replace(cp_method="ulysses")
     waited = timer.messages.waited(ulysses, False, tokens, 0.0)["cp"]
     assert waited == pytest.approx(2 * (2 * 3 * link.latency + size / link.reached_bandwidth))
-    forward, _ = timer.messages._attention_messages(dataclasses.replace(ulysses, cp=16), tokens)
+    forward, _ = timer.messages._attention_messages(ulysses._replace(cp=16), tokens)
     size = 2 * 128 * tokens * (2 * 32 + 2 * 16)  # heads of keys are repeated, one for each rank
     assert forward == timer.messages.links.exchange(size, 16, 1, 2)
     gathered = 2 * 128 * tokens * 2 * 8 * 3
@@ -521,7 +521,7 @@ def test_the_written_job_is_the_best_plan(capsys, tmp_path):
     path = tmp_path / "best.toml"
     best = json.loads(run(capsys, *SMALL, "--gpus", "8", "--quick", "--json", "--write", str(path)))["plans"][0]
     job = manager.load(["--job.config_file", str(path)])
-    assert dataclasses.asdict(Plan.of(ResolvedJob(job, 8), 16)) == best["plan"]
+    assert Plan.of(ResolvedJob(job, 8), 16)._asdict() == best["plan"]
     assert 'extends = "' in path.read_text() and job.model.overrides == {"n_layers": 8}
 
 

@@ -98,7 +98,7 @@ PUBLISHED = {
 def test_published_plans_are_legal(name: str) -> None:
     search, gpus, degrees = published(name)
     layouts = [plan for plan in search.space(gpus).layouts() if degrees_of(plan) == degrees]
-    plan = replace(layouts[0], schedule="1F1B", recompute="full")
+    plan = layouts[0]._replace(schedule="1F1B", recompute="full")
     assert not search.faults(plan)
     candidate = search.candidate(plan)
     assert candidate.memory.needed <= H100.memory_gib * 2**30 and 0.2 < candidate.time.mfu < 0.6

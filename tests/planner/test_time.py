@@ -147,13 +147,13 @@ def test_every_second_block_of_a_stage_is_replayed_with_its_messages():
     times = timer(load_hardware("h100-80"))
     plan = Plan(tp=2, shards=4, recompute="2")
     layers = times.workload.args.n_layers
-    none, full = (times.step_time(dataclasses.replace(plan, recompute=mode)).parts for mode in ("none", "full"))
+    none, full = (times.step_time(plan._replace(recompute=mode)).parts for mode in ("none", "full"))
     share, every_second = -(-layers // 2) / layers, times.step_time(plan).parts
     assert every_second["recompute"] == pytest.approx(share * full["recompute"])
     assert every_second["tp"] == pytest.approx(none["tp"] + share * (full["tp"] - none["tp"]))
     assert [plan.replayed_share(blocks) for blocks in (1, 2, 3)] == [1, 1 / 2, 2 / 3]
     single = Plan(pp=layers, recompute="2", schedule="1F1B", microbatches=8)
-    assert times.stage_times(single) == times.stage_times(dataclasses.replace(single, recompute="full"))
+    assert times.stage_times(single) == times.stage_times(single._replace(recompute="full"))
 
 
 def test_an_all_to_all_between_machines_sends_all_its_parts_there():
@@ -233,7 +233,7 @@ def test_context_parallel_between_machines_shares_their_network_cards():
     assert message == times.links.gather(size, 16, 1).and_then(times.links.exchange(size, 16, 1))
     inside, between = (link.reached_bandwidth for link in (gpu.machine_link, gpu.network_link))
     assert message.transfer == pytest.approx(max(7 / 8 / inside, 1 / 2 / 8 / between) * size + size / 2 / between)
-    ring = times.of_block(dataclasses.replace(plan, cp_method="alltoall"), False, tokens, 0.0)["cp"]
+    ring = times.of_block(plan._replace(cp_method="alltoall"), False, tokens, 0.0)["cp"]
     assert ring.transfer == pytest.approx(4 * 15 / 16 * size / between)
 
 
@@ -307,7 +307,7 @@ def test_all_messages_have_one_factor_and_none_hide_on_a_cpu():
         copied = timer()._copied(plan, weights, gathered, 0.0) if part == "fsdp" else 0.0
         seconds = timer().step_time(plan).parts[part] - copied
         assert timer(factors={"messages": 3.0}).step_time(plan).parts[part] == pytest.approx(3 * seconds + copied)
-    asynchronous = dataclasses.replace(plans[0], async_tp=True)
+    asynchronous = plans[0]._replace(async_tp=True)
     assert timer().step_time(asynchronous).parts["tp"] == pytest.approx(timer().step_time(plans[0]).parts["tp"])
 
 
@@ -351,7 +351,7 @@ def test_accumulated_batches_of_a_pipeline_take_one_after_the_other():
     plan = Plan(pp=2, schedule="1F1B", shards=2, microbatches=4)
     formula = timer(dataclasses.replace(CPU, cores=8))
     for predict in (formula.step_time, PipelineTimer(formula).step_time):
-        one, three = predict(plan).parts, predict(dataclasses.replace(plan, passes=3)).parts
+        one, three = predict(plan).parts, predict(plan._replace(passes=3)).parts
         assert one["bubble"] > 0 and one["fsdp"] > 0
         assert three == pytest.approx({name: s * (1 if name == "optimizer" else 3) for name, s in one.items()})
 

@@ -212,7 +212,7 @@ def as_record(candidate: Candidate, cost: Cost, options: Mapping[str, Any], extr
     """Return a plan for --json: figures, parts and the `options` of a job. `extrapolated`: by `extrapolation`."""
     time = candidate.time
     return {
-        "plan": asdict(candidate.plan),
+        "plan": candidate.plan._asdict(),
         "options": options,
         "step_seconds": time.seconds,
         "step_seconds_low": time.low,

@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 from math import ceil
-from typing import Any
+from typing import Any, NamedTuple
 
 from torchtitan.adapters import NONE
 from torchtitan.config.sections.model import Compile, Parallelism
@@ -259,9 +259,11 @@ class Workload:
         return int(self.args.vocab_size * self.args.dim)
 
 
-@dataclass(frozen=True, order=True)
-class Plan:
-    """Degrees, pipeline, batch and recompute of a job. Plans are ordered by their fields."""
+class Plan(NamedTuple):
+    """Degrees, pipeline, batch and recompute of a job. Plans are ordered by their fields.
+
+    A tuple, because a search makes and compares a hundred thousand.
+    """
 
     tp: int = 1
     cp: int = 1

@@ -71,12 +71,12 @@ class Space:
                     continue
                 count = rows // microbatch
                 if degrees.pp > 1:
-                    batched = replace(degrees, microbatch=microbatch, microbatches=count)
+                    batched = degrees._replace(microbatch=microbatch, microbatches=count)
                 else:
-                    batched = replace(degrees, microbatch=microbatch, passes=count)
+                    batched = degrees._replace(microbatch=microbatch, passes=count)
                 for recompute in (mode for mode in RECOMPUTE if not self.coarse or mode != "2"):
                     for async_tp in sorted({False, self.async_tp and degrees.tp > 1}):
-                        yield replace(batched, recompute=recompute, async_tp=async_tp)
+                        yield batched._replace(recompute=recompute, async_tp=async_tp)
 
     def _degrees(self) -> Iterator[Plan]:
         """Yield all degrees that divide the GPUs, the batch and the model."""
@@ -111,21 +111,21 @@ class Space:
         """Yield a layout's plans with each method of context parallel, with and without compilation."""
         for compiled in self.compiled:
             for method in CP_METHODS if layout.cp > 1 else CP_METHODS[:1]:
-                yield replace(layout, compiled=compiled, cp_method=method)
+                yield layout._replace(compiled=compiled, cp_method=method)
 
     def leanest(self, layout: Plan) -> Plan:
         """Return the plan of a layout that needs the least memory: 1F1B stores the fewest activations."""
-        return replace(layout, schedule="1F1B") if layout.pp > 1 else layout
+        return layout._replace(schedule="1F1B") if layout.pp > 1 else layout
 
     def with_loss_chunks(self, plan: Plan) -> Iterator[Plan]:
         """Yield a plan with the chunks of the loss that a job has by default, with whole logits and smaller chunks.
 
         Logits that a job does not split by default need less memory whole than in chunks, mostly.
         """
-        yield replace(plan, loss_chunks=0)
-        chunks = self.workload.loss_pieces(replace(plan, loss_chunks=0))
+        yield plan._replace(loss_chunks=0)
+        chunks = self.workload.loss_pieces(plan._replace(loss_chunks=0))
         if chunks > 1:
-            yield from (replace(plan, loss_chunks=number) for number in (1, SMALLER_CHUNKS * chunks))
+            yield from (plan._replace(loss_chunks=number) for number in (1, SMALLER_CHUNKS * chunks))
 
     def scheduled(self, layout: Plan) -> Iterator[Plan]:
         """Yield a layout's plans with each schedule and number of stages, fully sharded."""
@@ -137,7 +137,7 @@ class Space:
     def replicated(self, plan: Plan) -> Iterator[Plan]:
         """Yield a fully sharded plan with more and more replicas, which need more and more memory."""
         for replicas in divisors(plan.shards):
-            yield replace(plan, replicas=replicas, shards=plan.shards // replicas)
+            yield plan._replace(replicas=replicas, shards=plan.shards // replicas)
 
     def _scheduled(self, plan: Plan) -> Iterator[Plan]:
         n_layers = self.workload.args.n_layers
@@ -153,8 +153,7 @@ class Space:
                 if stages * plan.pp > n_layers or not self._has_microbatches(traits.name, plan, stages):
                     continue
                 for overlap in sorted({False, traits.name == "DualPipeV" and plan.ep > 1}):
-                    yield replace(
-                        plan,
+                    yield plan._replace(
                         schedule=traits.name,
                         stages_per_rank=stages,
                         layers_per_stage=layers_per_stage,
@@ -378,7 +377,7 @@ class Search:
     def memory(self, plan: Plan) -> MemoryPrediction:
         """Predict the memory of a plan. Compilation matters where gradients could be computed apart without it."""
         if plan.pp == 1 or plan.recompute != "none":
-            plan = replace(plan, compiled=False)
+            plan = plan._replace(compiled=False)
         if plan not in self._memory:
             self._memory[plan] = predict_memory(self.job(plan), self.hardware)
         return self._memory[plan]
@@ -434,7 +433,7 @@ class _Frontier:
 
     def _fits_somehow(self, plan: Plan) -> bool:
         """Return whether the plan fits with any schedule and any number of chunks of the loss."""
-        leanest = replace(self.space.leanest(plan), async_tp=False, compiled=False)
+        leanest = self.space.leanest(plan)._replace(async_tp=False, compiled=False)
         if leanest not in self._lean:
             self._lean[leanest] = self._fits_in_chunks(leanest)
         return self._lean[leanest]
@@ -451,7 +450,7 @@ class _Frontier:
     def _vary(self, layout: Plan) -> None:
         """Queue a layout's variants that fit, if any does with full recompute, which needs the least memory."""
         variants = [] if layout.layout in self._listed else list(self.space.variants(layout))
-        if any(self._fits_somehow(replace(plan, recompute="full")) for plan in variants):
+        if any(self._fits_somehow(plan._replace(recompute="full")) for plan in variants):
             for plan in filter(self._fits_somehow, variants):
                 self._push(self._least_seconds(plan), partial(self._schedule, plan))
 
@@ -490,7 +489,7 @@ class _Frontier:
             return
         if faults := self.search.faults(plan):
             self.result.excluded[faults[0].key] += 1
-            sharded = replace(plan, replicas=1, shards=plan.shards * plan.replicas, loss_chunks=0)
+            sharded = plan._replace(replicas=1, shards=plan.shards * plan.replicas, loss_chunks=0)
             if faults[0].key not in [fault.key for fault in self.search.faults(sharded)]:
                 self._next(alternatives, full)  # another number of replicas or chunks may be legal
             return

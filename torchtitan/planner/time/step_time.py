@@ -15,7 +15,7 @@ Letters: T tokens of a microbatch on a rank, D width, m, n, k sizes of a product
 
 from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import accumulate
 from math import log2
@@ -341,7 +341,7 @@ class StepTimer:
 
     def least_seconds(self, layout: Plan) -> float:
         """Return a lower bound of a step for all schedules and replicas: an even share of the blocks, no bubble."""
-        fastest = replace(layout, overlap_experts=layout.pp > 1 and layout.ep > 1)
+        fastest = layout._replace(overlap_experts=layout.pp > 1 and layout.ep > 1)
         parts = self._sum(fastest, [self.all_blocks], embedding=True, head=True, replayed=layout.replayed_share())
         seconds = parts.total() * layout.microbatches * layout.passes / layout.pp
         return seconds * (1 + self._straggling(layout))
