@@ -4,9 +4,7 @@ import contextlib
 import io
 import multiprocessing
 import os
-import signal
 import sys
-import time
 from collections import Counter
 from itertools import accumulate
 
@@ -16,7 +14,6 @@ from torch.profiler import ProfilerActivity, profile
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.support.jobs import ROOT
-from tests.support.launched_ranks import has_ended
 from tests.support.pool import run_alone, run_ranks
 from torchtitan.assembly import parts
 from torchtitan.assembly.parts import ModelBuilder
@@ -297,59 +294,6 @@ def test_rehearsals_have_as_many_processes_as_there_are_processors(monkeypatch):
         assert not forked or {threads for *_, threads in results} == {1}
         with pytest.raises(JobError, match="given -1"):
             rehearsal.run_in_processes(product_and_process, [*tasks, (-1, 1)])
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
-def test_a_killed_rehearsal_is_reported(monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(workers, "processors", lambda: 2)
-    with pytest.raises(JobError, match="a rehearsal was ended, as where memory runs out"):
-        rehearsal.run_in_processes(os._exit, [(9,), (9,)])
-
-
-def fail_first_or_touch(folder, number):
-    """Fail for number 0; else wait for 0.1 s and create a file, so that some calls are running during the failure."""
-    if number == 0:
-        raise JobError("the first")
-    time.sleep(0.1)
-    (folder / str(number)).touch()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
-def test_no_rehearsal_starts_after_a_failure(tmp_path, monkeypatch):
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(workers, "processors", lambda: 2)
-    with pytest.raises(JobError, match="the first"):
-        rehearsal.run_in_processes(fail_first_or_touch, [(tmp_path, number) for number in range(40)])
-    assert len(list(tmp_path.iterdir())) < 39
-
-
-def touch_and_wait(folder):
-    (folder / str(os.getpid())).touch()
-    signal.pause()
-
-
-@pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")
-def test_rehearsals_end_when_their_parent_dies(tmp_path, monkeypatch):
-    """Ctrl-C in `torchtitan check` kills the process of its estimate like this."""
-    monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
-    monkeypatch.setattr(workers, "processors", lambda: 2)
-    parent = multiprocessing.get_context("fork").Process(
-        target=rehearsal.run_in_processes, args=(touch_and_wait, [(tmp_path,)] * 2)
-    )
-    parent.start()
-    try:
-        deadline = time.monotonic() + 60
-        while len(marker_files := list(tmp_path.iterdir())) < 2:
-            assert time.monotonic() < deadline
-            time.sleep(0.01)
-        parent.kill()
-        assert all(has_ended(int(path.name)) for path in marker_files)
-    finally:
-        parent.kill()
-        for path in tmp_path.iterdir():
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(int(path.name), signal.SIGKILL)
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are forked on Linux alone")

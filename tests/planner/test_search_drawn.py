@@ -3,27 +3,13 @@
 import itertools
 import random
 from collections.abc import Iterator
-from dataclasses import replace
 
 import pytest
 
-from torchtitan.config import manager
-from torchtitan.core.hardware import load_hardware
-from torchtitan.job import ResolvedJob
+from tests.support.small_searches import H100, NO_LIMIT, search_of
 from torchtitan.parallelisms.degrees import divisors
-from torchtitan.planner.plan import Plan, Workload
-from torchtitan.planner.robust_search import add_uncertain, find_robust, find_uncertain, with_network
-from torchtitan.planner.search import Limits, Result, Search
-from torchtitan.planner.time.measured_runs import usual_calibration
-
-H100 = load_hardware("h100-80")
-NO_LIMIT = Limits(2.0**60)
-
-
-def search_of(samples: int, settings: dict[str, object]) -> Search:
-    options = [f"--{name}={value}" for name, value in settings.items()]
-    job = ResolvedJob(manager.load([*options, "--model.tokenizer_path=bytes"]), 1, "cuda")
-    return Search(job, Workload.of(job, samples), samples, H100, usual_calibration(H100))
+from torchtitan.planner.plan import Plan
+from torchtitan.planner.search import Limits, Search
 
 
 def drawn_job(number: int) -> tuple[int, int, dict[str, object]]:
@@ -132,73 +118,3 @@ def published(name: str) -> tuple[Search, int, tuple[int, int, int]]:
 
 def degrees_of(plan: Plan) -> tuple[int, int, int]:
     return plan.tp, plan.pp, plan.shards * plan.replicas * plan.cp
-
-
-def small_search(samples: int) -> Search:
-    """Return the search of a small job on machines of one GPU, so that all messages need the network."""
-    search = search_of(samples, {"model.name": "llama3", "model.flavor": "debugmodel", "training.seq_len": 256})
-    return search.with_hardware(replace(H100, devices_per_machine=1))
-
-
-def test_a_deadline_is_for_the_times_that_are_shown() -> None:
-    search = small_search(12)
-    fastest = find_robust(search, 4, 3, NO_LIMIT).best
-    seconds = max(one.time.seconds for one in fastest)
-    assert seconds < with_network(search, 0.76).timer.step_time(fastest[0].plan).seconds
-    in_time = find_robust(search, 4, 3, replace(NO_LIMIT, most_seconds=seconds)).best
-    assert [one.plan for one in in_time] == [one.plan for one in fastest]
-    least = min(one.time.seconds for one in find_robust(search, 4, 100, NO_LIMIT).judged)
-    late = find_robust(search, 4, 3, replace(NO_LIMIT, most_seconds=0.99 * least))
-    assert not late.best and set(late.excluded) == {"deadline or budget"} and late.complete
-
-
-def find_all(search: Search, gpus: int, limits: Limits, most_uncertain: int) -> Result:
-    """Return the best plan that counts as fitting, with faster ones that may fit, as `torchtitan plan` does."""
-    result = find_robust(search, gpus, 1, limits)
-    add_uncertain(result, find_uncertain(search, gpus, most_uncertain, limits, result))
-    return result
-
-
-def test_plans_that_may_fit_end_with_the_search(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The answer says so if a faster plan that may fit was not reached."""
-    search = small_search(12)
-    limits = Limits(max(one.memory.needed for one in find_robust(search, 4, 1, NO_LIMIT).best) - 1)
-    assert find_all(search, 4, limits, 3).complete
-    complete = search.find
-
-    def find(*arguments: object, **options: object) -> object:
-        result = complete(*arguments, **options)  # type: ignore[arg-type]
-        result.complete = arguments[2].certain  # type: ignore[attr-defined]
-        return result
-
-    monkeypatch.setattr("torchtitan.planner.search.Search.find", lambda self, *args, **options: find(*args, **options))
-    assert not find_all(search, 4, limits, 3).complete
-
-
-@pytest.mark.parametrize("number", range(4))
-def test_faster_plans_that_may_fit_are_those_of_judging_all(number: int) -> None:
-    draw = random.Random(number)
-    gpus, search = draw.choice([2, 4]), small_search(12)
-    space = search.space(gpus)
-    plans = [
-        chunked
-        for layout in space.layouts()
-        for variant in space.variants(layout)
-        for scheduled in space.scheduled(variant)
-        for replicated in space.replicated(scheduled)
-        for chunked in space.with_loss_chunks(replicated)
-    ]
-    needs = sorted(search.memory(plan).needed for plan in plans)
-    limit = needs[draw.randrange(len(needs) // 4)]
-    result = find_all(search, gpus, Limits(limit), 2)
-    slower = with_network(search, 0.76)  # which orders plans
-    most = slower.timer.step_time(result.best[0].plan).seconds if result.best else float("inf")
-    times: dict[object, float] = {}
-    for plan in plans:
-        memory, seconds = search.memory(plan), slower.timer.step_time(plan).seconds
-        is_faster = seconds < min(most, times.get(plan.layout, most))
-        if memory.low <= limit < memory.needed and is_faster and not search.faults(plan):
-            times[plan.layout] = seconds
-    seconds = [slower.timer.step_time(one.plan).seconds for one in result.may_fit]
-    assert seconds == pytest.approx(sorted(times.values())[:2])
-    assert [one.time for one in result.may_fit] == [search.timer.step_time(one.plan) for one in result.may_fit]

@@ -47,7 +47,7 @@ from torchtitan.planner.failures import Failures
 from torchtitan.planner.informative_runs import differing_options, run_lines, runs_to_measure
 from torchtitan.planner.memory.closed_form import NEEDED, RESERVED, fit, needed, reserved
 from torchtitan.planner.plan import Plan, Workload, planning_obstacle
-from torchtitan.planner.robust_search import Answer, search_plans
+from torchtitan.planner.robust_search import PlanAnswer, search_plans
 from torchtitan.planner.search import Candidate, Limits, Result, Search, faults_as_new, memory_limit
 from torchtitan.planner.time.measured_runs import calibrate, usual_calibration
 from torchtitan.planner.trace import check_ending, write_trace
@@ -62,7 +62,7 @@ UNITS = (("days", 24.0), ("hours", 1.0), ("minutes", 1 / 60), ("seconds", 1 / 36
 """Units of a duration, and their hours."""
 
 
-def draw_plans(path: Path, answer: Answer, memory: float, cost: Cost) -> None:
+def draw_plans(path: Path, answer: PlanAnswer, memory: float, cost: Cost) -> None:
     """Draw a PNG or SVG. `memory`: bytes of a GPU. Raises OSError if the file cannot be written."""
     import matplotlib
     from matplotlib.figure import Figure
@@ -165,7 +165,9 @@ def main(argv: list[str]) -> int:
     question = ask(options, ResolvedJob(load_job(job_args)[0], options.gpus))
     with waiting("plans are searched"):
         number = max(options.top, options.explain or 0, options.rehearse)
-        answer = search_plans(question.search, options.gpus, number, question.limits, beside=not options.quick)
+        answer = search_plans(
+            question.search, options.gpus, number, question.limits, with_alternatives=not options.quick
+        )
     result = answer.result
     if options.explain and options.explain > len(result.plans):
         raise JobError(f"--explain: given {options.explain}; allowed: 1 to {len(result.plans)}, the plans found")
@@ -233,7 +235,7 @@ class PlanRequest:
             lines.append(f"  {label:<3} {sizes}; reserved {format_bytes(low)} to {format_bytes(high)}: {verdict}")
         return lines
 
-    def record(self, answer: Answer, peaks: list[int]) -> dict[str, object]:
+    def record(self, answer: PlanAnswer, peaks: list[int]) -> dict[str, object]:
         search, result, job = self.search, answer.result, answer.job
 
         def record_of(candidate: Candidate) -> dict[str, object]:
@@ -354,7 +356,7 @@ def check_replaced(path: Path, job_args: list[str]) -> None:
 # Report
 
 
-def report(question: PlanRequest, answer: Answer) -> list[str]:
+def report(question: PlanRequest, answer: PlanAnswer) -> list[str]:
     search, result, job = question.search, answer.result, answer.job
     best = result.plans[0]
     workload, hardware = search.workload, search.hardware
@@ -401,7 +403,7 @@ def report(question: PlanRequest, answer: Answer) -> list[str]:
     return [*lines, *run_lines(search, question.runs_to_measure(result))]
 
 
-def write(question: PlanRequest, answer: Answer) -> None:
+def write(question: PlanRequest, answer: PlanAnswer) -> None:
     """Write the best plan as a job that extends the given one, the picture, and the trace."""
     options, result = question.options, answer.result
     try:

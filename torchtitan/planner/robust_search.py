@@ -24,7 +24,7 @@ MOST_UNCERTAIN = 3
 """Most plans to show that may fit."""
 
 
-class Answer(NamedTuple):
+class PlanAnswer(NamedTuple):
     """The plans of a job on some GPUs."""
 
     result: Result
@@ -36,30 +36,30 @@ class Answer(NamedTuple):
     """The best plan with other hardware, by what differs."""
 
 
-def search_plans(search: Search, gpus: int, top: int, limits: Limits, beside: bool) -> Answer:
-    """Search the fastest `top` plans of a job and, if `beside`, the best one with other hardware.
+def search_plans(search: Search, gpus: int, top: int, limits: Limits, with_alternatives: bool) -> PlanAnswer:
+    """Search the fastest `top` plans of a job and, `with_alternatives`, the best one with other hardware.
 
     On several machines, where a search takes seconds, processes share the work. Raises JobError if there is no plan.
     """
-    others: dict[str, Callable[[], Result]] = {}
-    if beside:
+    alternatives: dict[str, Callable[[], Result]] = {}
+    if with_alternatives:
         no_limit, best_of = Limits(limits.memory), partial(find_robust, top=1)
         numbers = [number for number in (2 * gpus, gpus // 2) if number]
-        others = {gpus_text(number): partial(best_of, search, number, limits=no_limit) for number in numbers}
-        others["twice the memory"] = partial(best_of, search, gpus, limits=Limits(2 * limits.memory))
-        others["twice the network"] = partial(best_of, with_network(search, 2.0), gpus, limits=no_limit)
+        alternatives = {gpus_text(number): partial(best_of, search, number, limits=no_limit) for number in numbers}
+        alternatives["twice the memory"] = partial(best_of, search, gpus, limits=Limits(2 * limits.memory))
+        alternatives["twice the network"] = partial(best_of, with_network(search, 2.0), gpus, limits=no_limit)
     # a process has the predictions of memory that its earlier functions made; the longest first
     first: dict[str, Callable[[], Any]] = {OWN: partial(_answer, search, gpus, top, limits)}
-    rest = dict(reversed(others.items()))
-    if beside:
-        first["twice the network"] = rest.pop("twice the network")
-    groups = [first, *({name: function} for name, function in rest.items())]
+    remaining = dict(reversed(alternatives.items()))
+    if with_alternatives:
+        first["twice the network"] = remaining.pop("twice the network")
+    groups = [first, *({name: function} for name, function in remaining.items())]
     if gpus > search.hardware.devices_per_machine:
         parts = run_in_processes(_call_all, [(group,) for group in groups], "a search for plans")
     else:
         parts = list(map(_call_all, groups))
     results = {name: result for part in parts for name, result in part.items()}
-    bests = {name: results[name].best for name in others}
+    bests = {name: results[name].best for name in alternatives}
     return results[OWN]._replace(alternatives=[(name, best[0] if best else None) for name, best in bests.items()])
 
 
@@ -70,14 +70,13 @@ def _call_all(functions: dict[str, Callable[[], Any]]) -> dict[str, Any]:
     return {name: function() for name, function in functions.items()}
 
 
-def _answer(search: Search, gpus: int, top: int, limits: Limits) -> Answer:
+def _answer(search: Search, gpus: int, top: int, limits: Limits) -> PlanAnswer:
     """Answer without alternatives. Raises JobError if there is no plan."""
-    result = find_robust(search, gpus, top, limits)
-    add_uncertain(result, find_uncertain(search, gpus, MOST_UNCERTAIN, limits, result))
+    result = find_plans(search, gpus, top, limits)
     if not result.plans:
         smaller = remedy(search, gpus, limits.memory)
         raise JobError(no_plan(result, gpus, limits.memory, search.state, smaller))
-    return Answer(result, own_plan(search, gpus), network_lines(search, result.plans[0]), alternatives=[])
+    return PlanAnswer(result, own_plan(search, gpus), network_lines(search, result.plans[0]), alternatives=[])
 
 
 def own_plan(search: Search, gpus: int) -> Candidate | str:
@@ -93,6 +92,15 @@ def own_plan(search: Search, gpus: int) -> Candidate | str:
 def with_network(search: Search, share: float) -> Search:
     """Return the same search with a share of the network's bandwidth."""
     return search.with_hardware(search.hardware.with_speeds(between=share))
+
+
+def find_plans(search: Search, gpus: int, top: int, limits: Limits, most_uncertain: int = MOST_UNCERTAIN) -> Result:
+    """Find the plans that count as fitting, as `find_robust`, and faster ones that may fit."""
+    result = find_robust(search, gpus, top, limits)
+    uncertain = find_uncertain(search, gpus, most_uncertain, limits, result)
+    result.may_fit = uncertain.best
+    result.complete &= uncertain.complete
+    return result
 
 
 def find_robust(search: Search, gpus: int, top: int, limits: Limits) -> Result:
@@ -131,12 +139,6 @@ def on_whole_network(search: Search, result: Result) -> Result:
     for plans in (result.best, result.judged):
         plans[:] = [replace(one, time=search.timer.step_time(one.plan)) for one in plans]
     return result
-
-
-def add_uncertain(result: Result, uncertain: Result) -> None:
-    """Add the plans that may fit to those that count as fitting."""
-    result.may_fit = uncertain.best
-    result.complete &= uncertain.complete
 
 
 def network_lines(search: Search, best: Candidate) -> list[str]:

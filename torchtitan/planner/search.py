@@ -24,7 +24,7 @@ from torchtitan.core.hardware import Hardware
 from torchtitan.job import ResolvedJob
 from torchtitan.parallelisms.degrees import divisors, indivisible_sizes, split_sizes
 from torchtitan.parallelisms.pipeline.cut import SCHEDULES, check_microbatches
-from torchtitan.parallelisms.pipeline.simulator import Costs, Program, Simulation, prepare, simulate
+from torchtitan.parallelisms.pipeline.simulator import Costs, NumberedTable, Simulation, simulate, with_numbers
 from torchtitan.parallelisms.pipeline.tables import build_table
 from torchtitan.planner.memory.closed_form import MemoryPrediction, predict_memory
 from torchtitan.planner.memory.rank_sizes import RankSizes
@@ -227,13 +227,15 @@ class PipelineTimer:
         costs = [Costs(*(round(seconds / TICK) for seconds in stage)) for stage in self.timer.stage_times(plan)]
         send = round(self.timer.messages.send(plan).seconds / TICK)
         overlap = Fraction(1) if plan.overlap_experts else None
-        return simulate(_program(*shape), costs, send, overlap)
+        return simulate(_table(*shape), costs, send, overlap)
 
 
 @lru_cache(64)
-def _program(schedule: str, pp: int, microbatches: int, stages_per_rank: int, merged: bool, overlap: bool) -> Program:
+def _table(
+    schedule: str, pp: int, microbatches: int, stages_per_rank: int, merged: bool, overlap: bool
+) -> NumberedTable:
     table = build_table(schedule, pp, microbatches, stages_per_rank, merge_backward=merged, overlap=overlap)
-    return prepare(table)
+    return with_numbers(table)
 
 
 def faults_as_new(job: ResolvedJob) -> list[Fault]:

@@ -40,7 +40,7 @@ def run_in_processes(
     if number < 2 or sys.platform != "linux" or multiprocessing.current_process().daemon or shared_memory_obstacle():
         return [function(*task) for task in tasks]
     context = make_context() if make_context else multiprocessing.get_context("fork")
-    others = multiprocessing.active_children()
+    earlier = multiprocessing.active_children()
     with ProcessPoolExecutor(number, context, begin or begin_worker) as pool:
         futures = [pool.submit(function, *task) for task in tasks]
         try:
@@ -48,8 +48,9 @@ def run_in_processes(
         except BaseException as error:
             pool.shutdown(wait=False, cancel_futures=True)
             for child in multiprocessing.active_children():
-                if child not in others:
+                if child not in earlier:
                     child.kill()
+                    child.join()
             if not isinstance(error, BrokenProcessPool):
                 raise
             remedy = "with fewer processors (taskset --cpu-list 0 torchtitan ...) it has fewer processes"

@@ -72,7 +72,7 @@ class Step(NamedTuple):
     duration: int
 
 
-class Program(NamedTuple):
+class NumberedTable(NamedTuple):
     """A table with numbers in place of keys, so that an action is simulated in a microsecond."""
 
     table: Table
@@ -85,8 +85,8 @@ class Program(NamedTuple):
 KINDS = FORWARD, INPUT_GRAD, WEIGHT_GRAD, BACKWARD
 
 
-def prepare(table: Table) -> Program:
-    """Prepare a table for `simulate`, for several simulations of it."""
+def with_numbers(table: Table) -> NumberedTable:
+    """Return a table for `simulate` that may be simulated several times."""
     num_stages, ranks = count_stages(table), stage_ranks(table)
     microbatches = 1 + max(single.microbatch for row in table for action in row for single in action.singles)
 
@@ -105,14 +105,14 @@ def prepare(table: Table) -> Program:
         [tuple((step(stage, kind), microbatch) for stage, kind, microbatch, _ in action.singles) for action in row]
         for row in table
     ]
-    return Program(table, num_stages, 2 * num_stages * microbatches, rows)
+    return NumberedTable(table, num_stages, 2 * num_stages * microbatches, rows)
 
 
 @dataclass(frozen=True)
 class Simulation:
-    """The times of all actions of a program."""
+    """The times of all actions of a table."""
 
-    program: Program
+    numbered: NumberedTable
     overlaps: bool
     """True if the actions of a pair start and end together."""
     times: list[list[tuple[Fraction | int, Fraction | int]]]
@@ -123,9 +123,9 @@ class Simulation:
 
     @cached_property
     def spans(self) -> list[list[TimeSpan]]:
-        """By rank, in execution order."""
+        """The spans of all actions, by rank in execution order."""
         spans = []
-        for row, times in zip(self.program.table, self.times, strict=True):
+        for row, times in zip(self.numbered.table, self.times, strict=True):
             remaining = iter(times)
             spans.append([])
             for action in row:
@@ -136,9 +136,9 @@ class Simulation:
 
     @cached_property
     def peak_activations(self) -> list[Fraction]:
-        """By rank."""
-        table = self.program.table
-        return [Fraction(len(table), self.program.num_stages) * _peak(row) for row in table]
+        """The highest number of stored activations, by rank."""
+        table = self.numbered.table
+        return [Fraction(len(table), self.numbered.num_stages) * _peak(row) for row in table]
 
     @property
     def bubbles(self) -> list[Fraction | int]:
@@ -151,7 +151,10 @@ class Simulation:
 
 
 def simulate(
-    table: Table | Program, costs: Costs | Sequence[Costs] = EQUAL_COSTS, p2p: Time = 0, overlap: Time | None = None
+    table: Table | NumberedTable,
+    costs: Costs | Sequence[Costs] = EQUAL_COSTS,
+    p2p: Time = 0,
+    overlap: Time | None = None,
 ) -> Simulation:
     """Simulate a table. Every rank runs its row in order, each action as soon as its inputs have arrived.
 
@@ -160,15 +163,15 @@ def simulate(
     overlap: the two actions of an OVERLAP_F_B pair start and end together, in this fraction of F + B. None: F, then B,
     as torch runs pairs; both results leave the rank after B. Raises ScheduleTableError on a deadlock.
     """
-    program = table if isinstance(table, Program) else prepare(table)
-    share = Fraction(len(program.table), program.num_stages)
+    numbered = table if isinstance(table, NumberedTable) else with_numbers(table)
+    share = Fraction(len(numbered.table), numbered.num_stages)
     if isinstance(costs, Costs):
-        durations = [costs.duration(kind) * share for kind in KINDS] * program.num_stages
+        durations = [costs.duration(kind) * share for kind in KINDS] * numbered.num_stages
     else:
         durations = [stage.duration(kind) for stage in costs for kind in KINDS]
     delay = p2p if isinstance(p2p, int) else Fraction(p2p)
-    ends: list[Any] = [None] * program.num_keys
-    times: list[list[tuple[Fraction | int, Fraction | int]]] = [[] for _ in program.rows]
+    ends: list[Any] = [None] * numbered.num_keys
+    times: list[list[tuple[Fraction | int, Fraction | int]]] = [[] for _ in numbered.rows]
     free: list[Fraction | int] = [0] * len(times)
     busy: list[Fraction | int] = [0] * len(times)
     places = [0] * len(times)
@@ -186,7 +189,7 @@ def simulate(
     moved = True
     while moved:
         moved = False
-        for rank, row in enumerate(program.rows):
+        for rank, row in enumerate(numbered.rows):
             for parts in islice(row, places[rank], None):
                 if any(ends[key + microbatch] is None for (inputs, _, _), microbatch in parts for key, _ in inputs):
                     break
@@ -200,9 +203,9 @@ def simulate(
                         ends[key + microbatch] = free[rank]
                 places[rank] += 1
                 moved = True
-    if any(place < len(row) for place, row in zip(places, program.rows, strict=True)):
-        list(running_order(program.table))  # raises the error, with the cause of the deadlock
-    return Simulation(program, overlap is not None, times, max(free), busy)
+    if any(place < len(row) for place, row in zip(places, numbered.rows, strict=True)):
+        list(running_order(numbered.table))  # raises the error, with the cause of the deadlock
+    return Simulation(numbered, overlap is not None, times, max(free), busy)
 
 
 def _peak(row: Sequence[Action]) -> int:

@@ -152,16 +152,16 @@ def _fullest_ranks(
 
 def _without_dominated(amounts: dict[int, list[tuple[int, ...]]]) -> list[int]:
     """Return the ranks with a state that no state of another rank exceeds or equals in all amounts; the first ones."""
-    left: list[int] = []
+    ranks: list[int] = []
     for rank, states in amounts.items():
-        if not any(_dominates(amounts[other], states) for other in left):
-            left = [other for other in left if not _dominates(states, amounts[other])] + [rank]
-    return left
+        if not any(_dominates(amounts[other], states) for other in ranks):
+            ranks = [other for other in ranks if not _dominates(states, amounts[other])] + [rank]
+    return ranks
 
 
-def _dominates(states: list[tuple[int, ...]], others: list[tuple[int, ...]]) -> bool:
-    """Return whether for each of the other states one of these has as much of everything, or more."""
-    return all(any(all(map(operator.ge, state, other)) for state in states) for other in others)
+def _dominates(states: list[tuple[int, ...]], smaller: list[tuple[int, ...]]) -> bool:
+    """Return whether for each of the smaller states one of these has as much of everything, or more."""
+    return all(any(all(map(operator.ge, state, other)) for state in states) for other in smaller)
 
 
 def merges_backward(job: ResolvedJob) -> bool:
