@@ -91,6 +91,12 @@ MODEL = [
         "head_width, attention_bias, mlp_bias, n_classes; did you mean n_layers?",
     ),
     (
+        ["--model.name=phi3", "--model.overrides={kv_lora_rank = 8}"],
+        "model.overrides: given kv_lora_rank; allowed: sizes of phi3: dim, n_layers, n_heads, n_kv_heads, ffn_dim, "
+        "head_dim, vocab_size, norm_eps, rope_theta, rope_scaling, tied_embeddings, max_seq_len, sliding_window, "
+        "rotary_factor, longrope; kv_lora_rank is a size of deepseek, glm4_moe_lite",
+    ),
+    (
         ["--model.hf_folder=here"],
         'model.hf_folder: given "here"; allowed: nothing with flavor "debugmodel"; set model.flavor = "from_hf", or '
         "drop it",

@@ -7,9 +7,12 @@ from typing import Any
 
 from torchtitan.config.options import describe, fits, hint, show
 from torchtitan.core.errors import JobError, LimitError
-from torchtitan.models import apply_overrides, table_type
+from torchtitan.models import FAMILIES, apply_overrides, table_type
+from torchtitan.models.family import Family
 
 KEY = "model.overrides"
+MOST_FAMILIES = 8
+"""Most families to name in an error."""
 
 
 def checked_sizes(name: str, sizes: Any, overrides: Mapping[str, Any]) -> Any:
@@ -36,7 +39,9 @@ def wrong_overrides(name: str, sizes: Any, overrides: Mapping[str, Any]) -> Iter
     for field, value in overrides.items():
         setting = f"{field} = {show(value)}"
         if field not in types:
-            yield LimitError(KEY, field, f"sizes of {name}: {', '.join(types)}", hint(field, types))
+            yield LimitError(
+                KEY, field, f"sizes of {name}: {', '.join(types)}", _families_with(field) or hint(field, types)
+            )
         elif table := table_type(type(sizes), field):
             yield from _wrong_parts(field, table, value)
         elif not fits(types[field], value):
@@ -45,6 +50,17 @@ def wrong_overrides(name: str, sizes: Any, overrides: Mapping[str, Any]) -> Iter
             continue
         elif value < 0 or value == 0 and value is not False and field not in zero:
             yield LimitError(KEY, setting, f"{field} >= 0" if field in zero else f"{field} > 0", "")
+
+
+def _families_with(size: str) -> str:
+    """Return which families have this size, or an empty text if none has it."""
+    families = [name for name, family in FAMILIES.items() if size in _names_of_sizes(family)]
+    more = f" and {len(families) - MOST_FAMILIES} more" if len(families) > MOST_FAMILIES else ""
+    return f"{size} is a size of {', '.join(families[:MOST_FAMILIES])}{more}" if families else ""
+
+
+def _names_of_sizes(family: Family) -> list[str]:
+    return [field.name for field in dataclasses.fields(next(iter(family.sizes.values())))]
 
 
 def _wrong_parts(name: str, table: type, value: Any) -> Iterator[LimitError]:
