@@ -181,7 +181,7 @@ class Moments(Protocol):
 class Adam:
     """Two moments in the dtype of the parameter, or `packed` in 8 bits for large tensors.
 
-    It computes the same operations as torch.optim.AdamW after weight decay, so float32 results are bitwise equal.
+    Not packed, it computes the operations of torch.optim.AdamW after weight decay: float32 results are bitwise equal.
     `eps_first`: add eps to the root of the second moment before its bias correction, as GaLore's library and the former
     AdamW of transformers do. Early steps are then shorter where gradients are small.
     """
