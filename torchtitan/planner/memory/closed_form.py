@@ -31,7 +31,8 @@ class Bytes(NamedTuple):
     gathered: int = 0
 
     def __add__(self, other: "Bytes") -> "Bytes":  # type: ignore[override]
-        return Bytes(*map(operator.add, self, other))
+        """Return the sums, or 0 for a kind that is negative, as where more is subtracted than there is."""
+        return Bytes(*[size if size > 0 else 0 for size in map(operator.add, self, other)])
 
     def total(self) -> int:
         """Return the bytes of all kinds."""
