@@ -1,5 +1,6 @@
 """Plans in the order of a slower network, plans that may fit, and searches in several processes."""
 
+import gc
 import random
 from dataclasses import replace
 
@@ -25,6 +26,7 @@ def test_processes_search_what_one_finds(monkeypatch: pytest.MonkeyPatch) -> Non
     assert quick == alone._replace(alternatives=[])
     with pytest.raises(JobError, match="no legal plan"):
         search_plans(search, 4, 3, Limits(1.0), with_alternatives=True)
+    assert gc.isenabled()
 
 
 def test_a_deadline_is_for_the_times_that_are_shown() -> None:

@@ -3,6 +3,7 @@
 The share of the network that a job gets is uncertain: taken as even between LEAST_NETWORK and all of it.
 """
 
+import gc
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -67,7 +68,14 @@ OWN = "the job's"
 
 
 def _call_all(functions: dict[str, Callable[[], Any]]) -> dict[str, Any]:
-    return {name: function() for name, function in functions.items()}
+    """Call the functions without collections of garbage, which take a fifth of a search's time and find nothing."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        return {name: function() for name, function in functions.items()}
+    finally:
+        if collects:
+            gc.enable()
 
 
 def _answer(search: Search, gpus: int, top: int, limits: Limits) -> PlanAnswer:
