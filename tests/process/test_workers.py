@@ -71,8 +71,8 @@ def fail_or_sleep(number):
 
 def test_a_failure_ends_tasks_that_run(monkeypatch):
     monkeypatch.setattr(workers, "processors", lambda: 2)
-    begin = time.monotonic()
+    begin, earlier = time.monotonic(), multiprocessing.active_children()  # the ranks of other tests
     with pytest.raises(JobError, match="the first"):
         workers.run_in_processes(fail_or_sleep, [(0,), (1,)], "a task")
     assert time.monotonic() - begin < 30
-    assert not multiprocessing.active_children()
+    assert set(multiprocessing.active_children()) <= set(earlier)
