@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from tests.support.small_searches import NO_LIMIT, small_search
+from tests.support.small_searches import NO_LIMIT, all_plans, small_search
 from torchtitan.core.errors import JobError
 from torchtitan.planner.robust_search import find_plans, find_robust, search_plans, with_network
 from torchtitan.planner.search import Limits
@@ -61,15 +61,7 @@ def test_plans_that_may_fit_end_with_the_search(monkeypatch: pytest.MonkeyPatch)
 def test_faster_plans_that_may_fit_are_those_of_judging_all(number: int) -> None:
     draw = random.Random(number)
     gpus, search = draw.choice([2, 4]), small_search(12)
-    space = search.space(gpus)
-    plans = [
-        chunked
-        for layout in space.layouts()
-        for variant in space.variants(layout)
-        for scheduled in space.scheduled(variant)
-        for replicated in space.replicated(scheduled)
-        for chunked in space.with_loss_chunks(replicated)
-    ]
+    plans = all_plans(search, gpus)
     needs = sorted(search.memory(plan).needed for plan in plans)
     limit = needs[draw.randrange(len(needs) // 4)]
     result = find_plans(search, gpus, 1, Limits(limit), most_uncertain=2)

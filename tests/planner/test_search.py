@@ -13,6 +13,7 @@ import pytest
 from matplotlib.figure import Figure
 
 from tests.support import jobs
+from tests.support.small_searches import all_plans
 from torchtitan.commands import plan as command
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
@@ -334,16 +335,9 @@ def test_the_search_finds_what_judging_all_plans_finds(gpus, samples, gib, optio
     job = resolved("debug_model", f"--training.global_batch_size={samples}", f"--training.seq_len={seq_len}", *options)
     workload = Workload.of(job, samples)
     search = Search(job, workload, samples, H100, Calibration())
-    space, limit = search.space(gpus), gib * 2**30
+    limit = gib * 2**30
     result = search.find(gpus, 5, Limits(limit))
-    plans = [
-        chunked
-        for layout in space.layouts()
-        for variant in space.variants(layout)
-        for scheduled in space.scheduled(variant)
-        for replicated in space.replicated(scheduled)
-        for chunked in space.with_loss_chunks(replicated)
-    ]
+    plans = all_plans(search, gpus)
     fitting = [plan for plan in plans if search.memory(plan).needed <= limit and not search.faults(plan)]
     times = {}
     for plan in fitting:

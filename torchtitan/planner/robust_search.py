@@ -1,4 +1,4 @@
-"""The plans of a job that are fast on a slower network too, those that may fit, and the best ones on other hardware.
+"""The plans of a job that are fast on a slower network too, uncertain ones, and the best ones on other hardware.
 
 The share of the network that a job gets is uncertain: taken as even between LEAST_NETWORK and all of it.
 """
@@ -49,12 +49,13 @@ def search_plans(search: Search, gpus: int, top: int, limits: Limits, with_alter
         alternatives = {gpus_text(number): partial(best_of, search, number, limits=no_limit) for number in numbers}
         alternatives["twice the memory"] = partial(best_of, search, gpus, limits=Limits(2 * limits.memory))
         alternatives["twice the network"] = partial(best_of, with_network(search, 2.0), gpus, limits=no_limit)
-    # a process has the predictions of memory that its earlier functions made; the longest first
-    first: dict[str, Callable[[], Any]] = {OWN: partial(_answer, search, gpus, top, limits)}
-    remaining = dict(reversed(alternatives.items()))
-    if with_alternatives:
-        first["twice the network"] = remaining.pop("twice the network")
-    groups = [first, *({name: function} for name, function in remaining.items())]
+    # the job's own search and that with another network predict the same memory: one process has them both
+    groups: list[dict[str, Callable[[], Any]]] = [{OWN: partial(_answer, search, gpus, top, limits)}]
+    for name, function in reversed(alternatives.items()):
+        if name == "twice the network":
+            groups[0][name] = function
+        else:
+            groups.append({name: function})
     if gpus > search.hardware.devices_per_machine:
         parts = run_in_processes(_call_all, [(group,) for group in groups], "a search for plans")
     else:
@@ -65,6 +66,7 @@ def search_plans(search: Search, gpus: int, top: int, limits: Limits, with_alter
 
 
 OWN = "the job's"
+"""The name of the job's own search among those with other hardware."""
 
 
 def _call_all(functions: dict[str, Callable[[], Any]]) -> dict[str, Any]:

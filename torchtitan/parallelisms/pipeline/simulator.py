@@ -186,6 +186,7 @@ def simulate(
         busy[rank] += length
         times[rank].append((start, free[rank]))
 
+    # the order of `running_order`, on numbers: its sets of keys would take several times as long as the simulation
     moved = True
     while moved:
         moved = False
