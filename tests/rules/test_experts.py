@@ -63,6 +63,12 @@ EXPERTS = [
         'layers are not compiled, so a budget does not apply; write "full" or "selective"',
     ),
     (
+        [MOE, "--compile.enable", "--compile.backend=eager", "--activation_checkpoint.mode=full"],
+        'compile.backend: given "eager"; allowed: another backend for experts that are recomputed; its recompute '
+        'changes the counts of tokens that backward needs (torch 2.13); write "aot_eager", or '
+        'activation_checkpoint.mode = "none"',
+    ),
+    (
         [OVERLAP],
         "pipeline_parallel_expert_parallel_overlap: given true; allowed: true with expert_parallel_degree > 1 and "
         "pipeline_parallel_degree > 1, as it hides all-to-alls; leave it out",

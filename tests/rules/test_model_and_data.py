@@ -227,6 +227,11 @@ TRAINING = [
         'applies the budget; set compile.enable = true with "model" in compile.components, or another mode',
     ),
     (
+        ["--activation_checkpoint.mode=memory_budget", "--compile.enable", "--compile.backend=aot_eager"],
+        'compile.backend: given "aot_eager"; allowed: "inductor" with activation_checkpoint.mode = "memory_budget"; '
+        "the others do not choose what to compute again",
+    ),
+    (
         ["--compile.enable", "--compile.components="],
         'compile.components: given []; allowed: "model", "loss" or both; or set compile.enable = false',
     ),

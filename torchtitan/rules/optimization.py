@@ -143,18 +143,26 @@ def linears_in_blocks(facts: Facts) -> dict[str, tuple[int, int]]:
 
 
 def recompute_and_compile(facts: Facts) -> Iterator[Fault]:
-    config, compiled = facts.config, facts.config.compile
-    if config.activation_checkpoint.mode == "memory_budget" and facts.layout.tp > 1:
+    config, compiled, mode = facts.config, facts.config.compile, facts.config.activation_checkpoint.mode
+    recomputes_experts = mode != "none" and facts.model.experts and facts.layout.ep == 1
+    if mode == "memory_budget" and facts.layout.tp > 1:
         reason = "the compiler cannot determine the mesh sizes of sharded weights (torch 2.13)"
         remedy = f'{reason}; write "full" or "selective"'
         yield facts.fault("activation_checkpoint.mode", "another mode with tensor parallel", remedy)
-    elif config.activation_checkpoint.mode == "memory_budget" and facts.layout.ep > 1:
+    elif mode == "memory_budget" and facts.layout.ep > 1:
         remedy = 'expert-parallel layers are not compiled, so a budget does not apply; write "full" or "selective"'
         yield facts.fault("activation_checkpoint.mode", "another mode with expert parallel", remedy)
-    elif config.activation_checkpoint.mode == "memory_budget" and not facts.layout.compiles_model:
+    elif mode == "memory_budget" and not facts.layout.compiles_model:
         allowed = '"memory_budget" only with a compiled model, as the compiler applies the budget'
         remedy = 'set compile.enable = true with "model" in compile.components, or another mode'
         yield facts.fault("activation_checkpoint.mode", allowed, remedy)
+    elif mode == "memory_budget" and compiled.backend != "inductor":
+        allowed = '"inductor" with activation_checkpoint.mode = "memory_budget"'
+        yield facts.fault("compile.backend", allowed, "the others do not choose what to compute again")
+    elif compiled.backend == "eager" and facts.layout.compiles_model and recomputes_experts:
+        reason = "its recompute changes the counts of tokens that backward needs (torch 2.13)"
+        remedy = f'{reason}; write "aot_eager", or activation_checkpoint.mode = "none"'
+        yield facts.fault("compile.backend", "another backend for experts that are recomputed", remedy)
     if compiled.enable and not compiled.components:
         yield facts.fault("compile.components", '"model", "loss" or both', "or set compile.enable = false")
     if compiled.enable and compiled.scope == "model" and set(compiled.components) != {"model", "loss"}:
