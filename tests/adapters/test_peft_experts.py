@@ -8,13 +8,13 @@ import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
+from transformers import AutoConfig
 from transformers.models.gpt_oss.modeling_gpt_oss import GptOssExperts
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
 
 from tests.support import judged, tiny_decoders
 from tests.support.family_folders import BY_MODEL_TYPE
-from tests.support.hf_parity import close, twin
+from tests.support.hf_parity import close, peer_class, twin
 from tests.support.judged import lines
 from tests.support.low_rank_adapters import adapter_tensors, moved_model, plain_copy
 from torchtitan.adapters import peft_folder
@@ -146,6 +146,7 @@ FAMILIES = {
     "granite4": "granite4",
     "lfm2_moe": "lfm2_moe",
     "nemotron_h": "nemotron_h",
+    "mistral4": "mistral4",
 }
 
 
@@ -161,8 +162,9 @@ def test_peft_reads_the_folder_and_computes_the_same(tmp_path, family):
     hf, tensors = MODELS[family].hf, adapter_tensors(model, adapter)
     form = hf.tensor_map(args).within("model.")
     peft_folder.save(tmp_path, tensors, options, form, "base")
-    config = AutoConfig.for_model(**hf.config_to_hf(args))
-    base = twin(type(AutoModelForCausalLM.from_config(config)), type(config), plain_copy(model, adapter, family), hf)
+    config = hf.config_to_hf(args)
+    config_class = type(AutoConfig.for_model(**config))
+    base = twin(peer_class(config), config_class, plain_copy(model, adapter, family), hf)
     peft_model = PeftModel.from_pretrained(base.eval(), tmp_path).eval()
     with torch.no_grad():
         logits, expected = model(TOKENS), peft_model(TOKENS).logits
@@ -176,9 +178,9 @@ def test_peft_reads_the_folder_and_computes_the_same(tmp_path, family):
 def test_modules_have_the_names_that_they_have_in_the_memory_of_transformers(model_type):
     args = BY_MODEL_TYPE[model_type]
     hf = MODELS[family_for_model_type(model_type)].hf
-    kind = AutoModelForMaskedLM if model_type == "roberta" else AutoModelForCausalLM
+    config = hf.config_to_hf(args)
     with torch.device("meta"):
-        peer = kind.from_config(AutoConfig.for_model(**hf.config_to_hf(args)))
+        peer = peer_class(config)._from_config(AutoConfig.for_model(**config))
     form, modules, stacks = hf.tensor_map(args).within("model."), set(), set()
     for name in linears(args):
         if (layer_of(name) or 0) >= args.n_layers:  # of multi-token prediction
@@ -194,8 +196,9 @@ def test_modules_have_the_names_that_they_have_in_the_memory_of_transformers(mod
 def tuned_by_peft(family, args, config, model, adapter):
     """Return a model of transformers with an adapter of peft's with random values."""
     hf = MODELS[family].hf
-    peer = AutoConfig.for_model(**hf.config_to_hf(args))
-    base = twin(type(AutoModelForCausalLM.from_config(peer)), type(peer), plain_copy(model, adapter, family).eval(), hf)
+    fields = hf.config_to_hf(args)
+    peer = type(AutoConfig.for_model(**fields))
+    base = twin(peer_class(fields), peer, plain_copy(model, adapter, family).eval(), hf)
     tuned = get_peft_model(base, config)
     with torch.no_grad():
         for name, parameter in tuned.named_parameters():

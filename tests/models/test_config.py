@@ -202,6 +202,11 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         (*DECODER[1:], "q_lora_rank", "routed_scaling_factor", "partial_rotary_factor"),
         ("q_lora_rank",),
     ),
+    "mistral4": (
+        (*DECODER[:-1], "q_lora_rank", "kv_lora_rank", "n_shared_experts", "routed_scaling_factor", "n_group")
+        + ("topk_group", "first_k_dense_replace", "intermediate_size", "num_experts_per_tok"),
+        ("q_lora_rank", DECODER[0]),
+    ),
     "qwen3_next": ((*DECODER, "head_dim", *LINEAR, *ROUTED), ()),
     "qwen3_5": ((*DECODER, "head_dim", *LINEAR), ()),
     "qwen3_5_moe": ((*DECODER, "head_dim", *LINEAR, *ROUTED), ()),

@@ -165,6 +165,8 @@ PUBLISHED = {
     "glm4_moe": {"num_nextn_predict_layers": 1, "rope_scaling": None},
     "glm4_moe_lite": {"num_nextn_predict_layers": 1, "rope_scaling": None, "topk_method": "noaux_tc"}
     | {"first_k_dense_replace": 2, "partial_rotary_factor": 1.0, "attention_bias": False, "attention_dropout": 0.0},
+    "mistral4": {"num_key_value_heads": 2, "pretraining_tp": 1, "attention_dropout": 0.0, "use_cache": True}
+    | {"head_dim": 24, "qk_head_dim": 24},
     "qwen2_moe": {
         "max_window_layers": 21,
         "sliding_window": 32768,

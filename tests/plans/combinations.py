@@ -317,10 +317,13 @@ def families_with_experts() -> list[Combination]:
         overlap = dict(schedule="DualPipeV", overlap=True)
         rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **exact, **overlap)]
         rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model=model, adapter="lora", recompute="full")]
-    lite = dict(model="glm4_moe_lite", microbatch_size=1)
-    rows += [Combination(**LAYOUTS["DDP 2"], **lite), Combination(**COMPOSED["PP 2"], **lite)]
-    rows += [Combination(**EXPERT_LAYOUTS[name], **lite, document_mask=True) for name in ("FSDP 2", "CP 2", "TP 2")]
-    rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model="glm4_moe_lite", adapter="lora", recompute="full")]
+    for model in ("glm4_moe_lite", "mistral4"):
+        exact = dict(model=model, microbatch_size=1)
+        rows += [Combination(**LAYOUTS["DDP 2"], **exact), Combination(**COMPOSED["PP 2"], **exact)]
+        rows += [
+            Combination(**EXPERT_LAYOUTS[name], **exact, document_mask=True) for name in ("FSDP 2", "CP 2", "TP 2")
+        ]
+        rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model=model, adapter="lora", recompute="full")]
     return rows + attention_sinks()
 
 

@@ -11,6 +11,7 @@ from types import ModuleType
 
 import pytest
 import torch
+import transformers
 from safetensors.torch import save_file
 
 from torchtitan.core.errors import JobError
@@ -66,6 +67,11 @@ def to_memory_names(state, args):
 def eager(args):
     """Return the options that make transformers run experts one by one."""
     return {"experts_implementation": "eager"} if hasattr(args, "n_experts") else {}
+
+
+def peer_class(config):
+    """Return the class of transformers that a config.json names: AutoModelForCausalLM does not know all."""
+    return getattr(transformers, config["architectures"][0])
 
 
 def twin(theirs_class, config_class, model, hf, dtype=torch.float32, tied=("lm_head.weight",)):

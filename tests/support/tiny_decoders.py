@@ -22,6 +22,7 @@ from torchtitan.models.hunyuan import HunyuanArgs
 from torchtitan.models.lfm2 import Lfm2Args, Lfm2MoEArgs
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.mistral import MistralArgs
+from torchtitan.models.mistral4 import Mistral4Args
 from torchtitan.models.mixtral import MixtralArgs
 from torchtitan.models.nemotron import NemotronArgs
 from torchtitan.models.nemotron_h import NemotronHArgs, NemotronHMoEArgs
@@ -51,25 +52,11 @@ LLAMA = {
     "llama3.2": replace(_LLAMA2, n_kv_heads=1, tied_embeddings=True, rope_theta=5000.0, rope_scaling=SCALING),
 }
 
-_PLAIN = DeepseekArgs(
-    dim=32,
-    n_layers=3,
-    n_dense_layers=1,
-    n_heads=2,
-    vocab_size=64,
-    ffn_dim=48,
-    kv_lora_rank=16,
-    qk_nope_head_dim=8,
-    qk_rope_head_dim=16,
-    v_head_dim=12,
-    expert_dim=16,
-    n_experts=8,
-    top_k=3,
-    n_shared_experts=2,
-    rope_scaling=None,
-    max_seq_len=128,
-)
+_LATENT: dict = dict(dim=32, n_layers=3, n_heads=2, vocab_size=64, ffn_dim=48, kv_lora_rank=16, qk_nope_head_dim=8)
+_LATENT |= dict(qk_rope_head_dim=16, v_head_dim=12, expert_dim=16, n_experts=8, top_k=3, max_seq_len=128)
+_PLAIN = DeepseekArgs(**_LATENT, n_dense_layers=1, n_shared_experts=2, rope_scaling=None)
 YARN = YarnScaling(factor=4.0, original_max_seq_len=20, mscale=0.7, mscale_all_dim=0.5)
+YARN_EVEN = replace(YARN, mscale=1.0, mscale_all_dim=0.0)  # scores stay
 DEEPSEEK = {
     "v2 lite": replace(_PLAIN, rope_scaling=YARN),
     "v2": replace(_PLAIN, q_lora_rank=20, n_groups=4, top_groups=2, route_scale=16.0),
@@ -218,6 +205,12 @@ _EXPERTS = {
     "glm4_moe_lite": replace(DEEPSEEK["v3"], v_head_dim=20, norm_eps=1e-5, rope_scaling=None),
     "glm4_moe_lite plain": replace(
         DEEPSEEK["v3 plain"], rope_scaling=YARN, n_dense_layers=1, n_groups=1, normalize_top_k=True
+    ),
+    "mistral4": Mistral4Args(**_LATENT, q_lora_rank=20, rope_scaling=YARN, query_growth=0.3, query_period=20),
+    "mistral4 in groups": Mistral4Args(
+        **_LATENT | dict(q_lora_rank=0, n_dense_layers=1, tied_embeddings=True, norm_eps=1e-5, rope_theta=5000.0),
+        **dict(n_groups=4, top_groups=2, group_score="top2", route_scale=2.5, n_shared_experts=2),
+        **dict(normalize_top_k=False, rope_scaling=YARN_EVEN, query_growth=0.0),
     ),
     "gpt_oss": _GPT_OSS,
     "gpt_oss without biases": replace(

@@ -36,6 +36,7 @@ from torchtitan.models.hunyuan import FAMILY as HUNYUAN
 from torchtitan.models.lfm2 import LFMS
 from torchtitan.models.llama import LLAMAS
 from torchtitan.models.mistral import FAMILY as MISTRAL
+from torchtitan.models.mistral4 import FAMILY as MISTRAL4
 from torchtitan.models.mixtral import FAMILY as MIXTRAL
 from torchtitan.models.nemotron import FAMILY as NEMOTRON
 from torchtitan.models.nemotron_h import FAMILY as NEMOTRON_H
@@ -76,6 +77,7 @@ FAMILIES: dict[str, Family] = {
     **LFMS,
     "hunyuan_v1_dense": HUNYUAN,
     "mistral": MISTRAL,
+    "mistral4": MISTRAL4,
     "mixtral": MIXTRAL,
     "nemotron": NEMOTRON,
     "nemotron_h": NEMOTRON_H,

@@ -83,6 +83,8 @@ class DeepseekArgs(DenseFirstArgs):
     n_mtp_layers: int = 0
     mtp_loss_weight: float = 0.3  # of the mean of the depths' losses, added to the main loss
     may_be_zero: ClassVar = (*DenseFirstArgs.may_be_zero, "q_lora_rank", "n_mtp_layers", "mtp_loss_weight")
+    query_growth = 0.0  # after each `query_period` positions queries grow by this times ln(1 + number of periods)
+    query_period = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -25,7 +25,7 @@ Letters of the shapes: B samples, S tokens, D = args.dim, H heads.
 import torch
 from torch import nn
 
-from torchtitan.models.attention import AttentionKernel, SharedInputs, run_attention
+from torchtitan.models.attention import AttentionKernel, SharedInputs, growth_of_queries, run_attention
 from torchtitan.models.decoder import AttentionKind, Block, Decoder
 from torchtitan.models.deepseek import CONFIG, DeepseekArgs
 from torchtitan.models.flops import latent_flops_per_token
@@ -119,13 +119,17 @@ class LatentAttention(nn.Module):
         self.wo = nn.Linear(args.n_heads * args.v_head_dim, args.dim, bias=False)
         scaling = args.rope_scaling
         self.score_scale = 1.0 if scaling is None else yarn_magnitude(scaling.factor, scaling.mscale_all_dim) ** 2
+        self.growth = (args.query_growth, args.query_period)
         self.kernel = kernel
 
     def forward(self, x: torch.Tensor, shared: SharedInputs) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]"""
         latent_q = x if self.wq_a is None else self.q_norm(self.wq_a(x))
+        # cheaper here, because it is narrower than the queries
         if self.score_scale != 1:
-            latent_q = latent_q * self.score_scale  # cheaper here, because it is narrower than the queries
+            latent_q = latent_q * self.score_scale
+        if self.growth[0]:
+            latent_q = latent_q * growth_of_queries(shared.positions, *self.growth)[..., None].to(latent_q.dtype)
         q = self.wq(latent_q)
         # -1 and not the number of heads: under tensor parallelism a rank has only some of them
         q = q.unflatten(-1, (-1, self.nope_dim + self.rope_dim))  # [B, S, H, nope + rope]

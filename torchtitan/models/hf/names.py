@@ -161,12 +161,12 @@ class TensorMap:
         return replace(self, layers=moved(self.layers), outer_names=outer_names, _ours={})
 
     def with_stacks(self) -> "TensorMap":
-        """Return the names and layouts in a folder that stacks experts (STACKS), which is read but not written."""
+        """Return the names and layouts in a folder that stacks experts (STACKS), which few families write."""
         stacks = {name for name, hf_name in self.layer_names.items() if hf_name in STACKS}
         router = "block_sparse_moe.gate.weight"  # of Mixtral
         names = {name: STACKS.get(hf_name, hf_name) for name, hf_name in self.layer_names.items()}
         names = {name: "mlp.gate.weight" if hf_name == router else hf_name for name, hf_name in names.items()}
-        return replace(self, layer_names=names, stacks=frozenset(stacks), _ours={})
+        return replace(self, layer_names=names, stacks=self.stacks | stacks, _ours={})
 
     def joined_names(self, name: str) -> list[str]:
         """Return the names of all tensors that share this one's HF tensor, in order, including this one."""

@@ -33,6 +33,7 @@ DEFAULTS: dict[str, dict[str, Any]] = {
     "llama": _sizes(32000, 4096, 11008, 32, 32),
     "ministral3": _sizes(131072, 4096, 14336, 34, 32),
     "mistral": _sizes(32000, 4096, 14336, 32, 32),
+    "mistral4": {},
     "qwen2": _sizes(151936, 4096, 22016, 32, 32),
     "qwen2_5_vl_text": _QWEN2_VL,
     "qwen2_vl_text": _QWEN2_VL,

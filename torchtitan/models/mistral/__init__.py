@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any, ClassVar
 
 from torchtitan.core.errors import JobError
+from torchtitan.core.files import agreed_value
 from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.hf.config import check_supported, gated_config, gated_sizes, read_number, read_window
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
@@ -62,34 +63,35 @@ def _to_hf(args: MistralArgs, dtype: Any = "float32") -> dict[str, Any]:
     if not args.query_growth:
         return config
     rope = {"rope_type": "default", "rope_theta": config.pop("rope_theta")} | (config.pop("rope_scaling") or {})
-    lengths = {LENGTH: args.query_period, "llama_4_scaling_beta": args.query_growth}
+    lengths = {LENGTH: args.query_period, GROWTH: args.query_growth}
     if rope.get(LENGTH, args.query_period) != args.query_period:
         raise JobError(f"query_period = {args.query_period}: transformers' Ministral 3 only has {rope[LENGTH]}")
     names = {"architectures": ["Ministral3ForCausalLM"], "model_type": "ministral3"}
     return config | names | {"rope_parameters": rope | lengths}
 
 
-LENGTH = "original_max_position_embeddings"
+LENGTH, GROWTH = "original_max_position_embeddings", "llama_4_scaling_beta"
 
 
-def _without_growth(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Return a Ministral 3's config without what a Mistral's lacks, and the sizes that this is."""
-    table = config.get("rope_parameters") or config.get("rope_scaling")
+def split_growth(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return a config without the growth of queries, which is in a table of rotary positions, and the sizes of it."""
+    tables = {name: config[name] for name in ("rope_parameters", "rope_scaling") if config.get(name)}
+    table = agreed_value("rotary positions", tables, "remove the one that the model was not trained with")
     if not isinstance(table, Mapping):
         raise JobError(f"rope_parameters = {table!r}; allowed: an object, as of transformers' Ministral3Config")
-    growth = read_number(table, "llama_4_scaling_beta", 0.0, null=0.0)
-    sizes = {"query_growth": growth, "query_period": read_number(table, LENGTH, 1)} if growth else {}
-    only = {"llama_4_scaling_beta", "max_position_embeddings"}
+    growth = read_number(table, GROWTH, 0.0, null=0.0)
+    sizes = {"query_growth": growth, "query_period": read_number(table, LENGTH, 1)} if growth else {"query_growth": 0.0}
+    only = {GROWTH, "max_position_embeddings"}
     only |= {LENGTH} if table.get("rope_type", table.get("type")) in (None, "default") else set()
     remaining = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
-    # what a Mistral has where they are absent is something else
-    absent = {"sliding_window": None, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144}
-    return absent | remaining | {"rope_parameters": {key: table[key] for key in table if key not in only}}, sizes
+    return remaining | {"rope_parameters": {key: table[key] for key in table if key not in only}}, sizes
 
 
 def _from_hf(config: Mapping[str, Any]) -> MistralArgs:
     grows = config["model_type"] == "ministral3"
-    config, growth = _without_growth(config) if grows else (config, {})
+    # what a Mistral has where they are absent is something else
+    absent = {"sliding_window": None, "rms_norm_eps": 1e-5, "max_position_embeddings": 262144}
+    config, growth = split_growth(absent | config) if grows else (config, {})
     check_supported(config, {"hidden_act": "silu", "attention_bias": False})
     head_dim = 128 if grows else None
     sizes = gated_sizes(config, 131072, kv_heads=8, head_dim=head_dim, head_dim_may_be_null=not grows)
