@@ -26,7 +26,7 @@ def test_mutated_configs(shape, spelling, tmp_path, is_full_run):
     if spelling == "transformers 5":
         transformers.AutoConfig.for_model(**config).save_pretrained(tmp_path / "written")
         config = json.loads((tmp_path / "written" / "config.json").read_text())
-    count = 50 if is_full_run else 20
+    count = 30 if is_full_run else 20
     counts = try_mutations(tmp_path / "changed", tmp_path / "weights", config, count, SEED)
     assert not counts.faults, "\n".join(counts.faults)
     assert counts.drawn["equal"] and counts.drawn["refused"]

@@ -180,7 +180,7 @@ SAMPLES = {
     "every second block": [
         (4, [*SMALL, "--activation_checkpoint.mode=selective", "--activation_checkpoint.selective_ac_option=2"])
     ],
-    "dense": [*memory_plans(1, 4, DENSE), memory_plan(3, 3, DENSE), memory_plan(5, 7, DENSE)],
+    "dense": [*memory_plans(1, 2, DENSE), memory_plan(3, 3, DENSE), memory_plan(5, 7, DENSE)],
     "windows": [(8, [*GEMMA, f"--activation_checkpoint.mode={mode}"]) for mode in ("none", "selective", "full")],
     "caps and clamps": [(8, [*CAPPED, f"--training.loss_chunks={chunks}"]) for chunks in (0, 1)] + [(8, CLAMPED)],
     "biases": [(4, [*BIASES, f"--parallelism.tensor_parallel_degree={tp}", f"{SHARDS}{4 // tp}"]) for tp in (1, 2)],
@@ -190,9 +190,9 @@ SAMPLES = {
         (32, [*WIDE, "--parallelism.fsdp_reshard_after_forward=8", *QUANTIZED]),
     ],
     "latent attention": [
-        *(latent_plan("ulysses", mode, "n_layers = 3") for mode in ("none", "selective")),
+        latent_plan("ulysses", "selective", "n_layers = 3"),
         memory_plan(1, 9),
-        *(latent_plan(method, "full") for method in ("allgather", "alltoall", "ulysses")),
+        latent_plan("alltoall", "full"),
         latent_plan("allgather", "none", cp=2),
         latent_plan("allgather", "full", "n_layers = 2, n_dense_layers = 0", cp=8, ep=8),
         latent_plan("allgather", "full", "n_layers = 16, n_dense_layers = 16", tp=4),
@@ -266,13 +266,13 @@ def test_the_formula_has_moments_of_frozen_and_tied_models_and_of_float32():
 
 def test_the_formula_agrees_with_rehearsals_of_adapters():
     """A sample of random plans, as of full training. docs/planning.md has the errors of more of them."""
-    plans = [adapter_plan(1, index) for index in range(12)]
+    plans = [adapter_plan(1, index) for index in range(8)]
     peaks = run_alone(rehearsed_peaks, plans)
     errors = [
         predict_memory(ResolvedJob(load(arguments), ranks)).total / peak - 1
         for (ranks, arguments), peak in zip(plans, peaks, strict=True)
     ]
-    assert max(map(abs, errors)) < 0.08 and sum(abs(error) < 0.03 for error in errors) >= 10, errors
+    assert max(map(abs, errors)) < 0.08 and sum(abs(error) < 0.03 for error in errors) >= 7, errors
 
 
 @pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble"])

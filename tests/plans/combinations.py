@@ -106,7 +106,6 @@ RECOMPUTE = ("none", "full", "op", "2")
 
 METHODS = ("allgather", "ring", "alltoall", "ulysses")
 SCHEDULES = ("GPipe", "1F1B", "LoopedBFS", "Interleaved1F1B", "InterleavedZeroBubble", "ZBVZeroBubble", "DualPipeV")
-SPLIT_BACKWARD = SCHEDULES[4:]
 COMPOSED = {
     "TP 2": dict(ranks=2, tp=2),
     "CP 2": dict(ranks=2, cp=2),
@@ -196,7 +195,7 @@ def tensor_and_context_parallel() -> list[Combination]:
         rows += [Combination(**layout, accumulation=2, recompute="2", loss_chunks=3)]
         rows += [Combination(**layout, microbatch_size=1, recompute="full", loss_chunks=2, document_mask=True)]
         rows += [Combination(**layout, precision="bfloat16")]
-        rows += [Combination(**layout, compile="block")]
+        rows += [Combination(**layout, compile="block")] if layout["ranks"] > 2 else []
     for layout in (COMPOSED["TP 2"], COMPOSED["FSDP 2 x TP 2"]):
         rows += [Combination(**layout, sequence_parallel=False)]
         rows += [Combination(**layout, loss_parallel=False, loss_chunks=2)]
@@ -233,8 +232,7 @@ def pipelines() -> list[Combination]:
             rows += [Combination(**COMPOSED[name], schedule=schedule)]
         rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], schedule=schedule, recompute="op", precision="bfloat16")]
         rows += [Combination(**COMPOSED["PP 2 x TP 2"], schedule=schedule, recompute="full", microbatch_size=1)]
-        if schedule not in SPLIT_BACKWARD:
-            rows += [Combination(**pp2, compile="block")]
+    rows += [Combination(**COMPOSED["PP 2"], schedule=s, compile="block") for s in ("1F1B", "Interleaved1F1B")]
     rows += [Combination(**COMPOSED["PP 2 x FSDP 2"], cpu_offload=True, schedule=s) for s in ("1F1B", "DualPipeV")]
     rows += [Combination(**COMPOSED["PP 2 x TP 2"], compile="block", recompute="full")]
     rows += [Combination(**COMPOSED["PP 2"], compile="block", recompute="memory_budget")]
@@ -279,7 +277,8 @@ def experts() -> list[Combination]:
     rows = []
     for model in MOE:
         rows += [Combination(ranks=1, model=model, recompute=mode) for mode in RECOMPUTE]
-        rows += [Combination(ranks=1, model=model, compile="block", recompute=mode) for mode in ("none", "full")]
+        compiled = dict(model=model, compile="block", recompute="full" if model == "qwen3_moe" else "none")
+        rows += [Combination(**compiled), Combination(**EXPERT_LAYOUTS["FSDP 2"], **compiled)]
         rows += [Combination(**LAYOUTS[name], model=model) for name in ("FSDP 2", "DDP 2", "HSDP 2x2")]
         rows += [Combination(**COMPOSED[name], model=model) for name in ("TP 2", "CP 2", "PP 2", "FSDP 2 x TP 2")]
         for layout in EXPERT_LAYOUTS.values():
@@ -288,8 +287,6 @@ def experts() -> list[Combination]:
         for mode in ("full", "op"):
             rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model=model, recompute=mode, accumulation=2)]
         rows += [Combination(ranks=2, tp=2, sequence_parallel=False, model=model)]
-        for mode in ("none", "full"):
-            rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model=model, compile="block", recompute=mode)]
     for name in ("CP 2", "TP 2", "PP 2 x FSDP 2"):
         rows += [Combination(**EXPERT_LAYOUTS[name], model="deepseek", compile="block", recompute="2", accumulation=2)]
     rows += multi_token()
@@ -346,11 +343,10 @@ def multi_token() -> list[Combination]:
     rows += [Combination(**one, compile="model", accumulation=2)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **one, recompute="full", accumulation=2)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **two, recompute="op", prefetch=2, cpu_offload=True)]
-    rows += [Combination(**LAYOUTS["FSDP 2"], **one, compile="block", loss_chunks=2)]
     rows += [Combination(**LAYOUTS["DDP 2"], **two, microbatch_size=1, accumulation=2)]
     rows += [Combination(**LAYOUTS["HSDP 2x2"], **one, accumulation=2)]
     rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], **two, **exact)]
-    rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], **one, compile="block")]
+    rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], **one, compile="block", loss_chunks=2)]
     rows += [Combination(**EXPERT_LAYOUTS["FSDP 4"], **one, recompute=mode) for mode in ("full", "op")]
     return rows
 
@@ -487,10 +483,9 @@ def adapter_dropout() -> list[Combination]:
     rows = [Combination(**LAYOUTS["FSDP 2"], **exact, recompute="op", accumulation=2)]
     rows += [Combination(**LAYOUTS["DDP 2"], **exact, accumulation=2)]
     rows += [Combination(**LAYOUTS["FSDP 2"], **lora, recompute="full", precision="bfloat16")]
-    rows += [Combination(ranks=1, **lora, compile="block", recompute=mode) for mode in ("none", "full")]
+    rows += [Combination(ranks=1, **lora, compile="block", recompute="full")]
     rows += [Combination(**COMPOSED["TP 2"], **exact, recompute="2")]
     rows += [Combination(**COMPOSED["TP 2"], **lora, sequence_parallel=False, recompute="full")]
-    rows += [Combination(**COMPOSED["TP 2"], **lora, compile="block")]
     rows += [Combination(**COMPOSED["TP 2"], adapter="dora_dropout", microbatch_size=1)]
     rows += [Combination(ranks=2, cp=2, **exact, method=method, document_mask=True) for method in ("ring", "ulysses")]
     rows += [Combination(**COMPOSED["PP 2"], **exact, schedule=s) for s in ("1F1B", "ZBVZeroBubble", "DualPipeV")]
@@ -582,7 +577,7 @@ def windows_of_some_layers() -> list[Combination]:
     """Rows with layers that have a window and others that have none; pipeline stages have different ones."""
     gemma, exact = dict(model="gemma3"), dict(model="gemma3", microbatch_size=1)
     rows = [Combination(**LAYOUTS[name], **gemma) for name in ("FSDP 2", "DDP 2")]
-    rows += [Combination(ranks=1, **gemma, compile="block", recompute=mode) for mode in ("none", "op")]
+    rows += [Combination(ranks=1, **gemma, compile="block", recompute="op")]
     rows += [Combination(**LAYOUTS["FSDP 2"], **gemma, precision="bfloat16", recompute="full", document_mask=True)]
     rows += [Combination(**COMPOSED["TP 2"], **gemma, recompute="op")]
     rows += [Combination(**COMPOSED["TP 2"], **exact, sequence_parallel=False, document_mask=True)]
@@ -730,7 +725,7 @@ def gpt2() -> list[Combination]:
     """
     drops = dict(model="gpt2")
     rows = [Combination(**drops, recompute=mode) for mode in RECOMPUTE]
-    rows += [Combination(**drops, compile="block", recompute=mode) for mode in ("none", "full")]
+    rows += [Combination(**drops, compile="block", recompute="full")]
     rows += [Combination(**drops, compile="model"), Combination(**drops, precision="bfloat16", accumulation=2)]
     rows += [Combination(**LAYOUTS[name], **drops, accumulation=2, recompute="full") for name in ("FSDP 2", "DDP 2")]
     rows += [
@@ -863,13 +858,13 @@ def data_parallel() -> list[Combination]:
         rows += [Combination(**layout, compile="block", recompute="2", accumulation=2)]
         rows += [Combination(**layout, cpu_offload=True, recompute="2")]
     for layout in (LAYOUTS["one rank"], LAYOUTS["FSDP 2"], LAYOUTS["DDP 2"]):
-        modes = ("none", "memory_budget") if layout.get("dp_replicate") else ("none", "full", "op", "memory_budget")
+        modes = ("none", "full", "op", "memory_budget") if layout["ranks"] == 1 else ("op", "memory_budget")
         rows += [Combination(**layout, compile="block", recompute=mode) for mode in modes]
-        rows += [Combination(**layout, compile="block", precision="bfloat16", document_mask=True, loss_chunks=2)]
         rows += [Combination(**layout, precision="bfloat16", recompute=mode) for mode in ("full", "op")]
+    mixed = dict(compile="block", precision="bfloat16", document_mask=True, loss_chunks=2)
+    rows += [Combination(**LAYOUTS[name], **mixed) for name in ("one rank", "FSDP 2")]
     rows += [
         # as many samples a pass as DDP's rows, so that the compiler can reuse their kernels
-        Combination(ranks=1, compile="model", accumulation=2),
         Combination(ranks=1, compile="model", accumulation=2, recompute="2"),
         Combination(ranks=1, compile="model", precision="bfloat16"),
         Combination(ranks=2, dp_replicate=2, compile="model"),
@@ -887,5 +882,6 @@ def data_parallel() -> list[Combination]:
     rows += quantized_collectives()
     for model in ("llama2", "llama3.1", "llama3.2", "mistral", "qwen2", "qwen3"):
         rows += [Combination(ranks=2, dp_shard=2, model=model), Combination(ranks=2, dp_replicate=2, model=model)]
+    for model in ("llama3.2", "mistral", "qwen2", "qwen3"):
         rows += [Combination(ranks=1, model=model, compile="block", recompute="op")]
     return rows
