@@ -37,6 +37,7 @@ TITLES = {
     "noise": "noise on embeddings",
     "rope": "rotary scaling",
     "groups": "attention in groups",
+    "qat": "quantization-aware training",
 }
 WORDS = {"2": "every 2nd", "memory_budget": "budget", "no": "none"}
 ONLY_WITH = {"method": "cp", "balance": "cp", "sequence_parallel": "tp", "loss_parallel": "tp", "schedule": "pp"}

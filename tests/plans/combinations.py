@@ -33,6 +33,7 @@ class Combination:
     recompute: str = "none"  # none, full, op, 2 (every 2nd layer), memory_budget
     compile: str = "no"  # no, block, model
     float8: str = "none"  # none, tensorwise, rowwise: type of the products in linears
+    qat: str = "none"  # formats of weights and inputs of linears in quantization-aware training, as "int4 int8"
     precision: str = "float64"  # float64, float32 (one row a layout), bfloat16 (mixed)
     loss_chunks: int = 1
     reshard: bool = True
@@ -142,7 +143,7 @@ def table() -> list[Combination]:
     """Return all rows of the table."""
     rows = data_parallel() + tensor_and_context_parallel() + pipelines() + experts() + eight_ranks() + adapters()
     rows += float8() + gpt2() + roberta() + neurocache() + embedding_noise() + rope_scaling() + group_attention()
-    rows += windows_of_some_layers() + gated_families() + with_states() + rewards()
+    rows += windows_of_some_layers() + gated_families() + with_states() + rewards() + fake_quantization()
     return once_in_float32(dict.fromkeys(row if row.pp > 1 else replace(row, microbatch_size=2) for row in rows))
 
 
@@ -717,6 +718,24 @@ def float8() -> list[Combination]:
     overlap = dict(schedule="DualPipeV", overlap=True, model="deepseek")
     rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **one_scale, **overlap)]
     return rows
+
+
+def fake_quantization() -> list[Combination]:
+    """Rows of quantization-aware training; all in float64, where no plan rounds a number to the other side."""
+    both, tp = "int4 int8", COMPOSED["TP 2"]
+    return [
+        Combination(qat="int4 none", recompute="op"),
+        Combination(**LAYOUTS["FSDP 2"], qat=both, accumulation=2, recompute="full", loss_chunks=3),
+        Combination(**LAYOUTS["FSDP 2"], qat="int4 none", adapter="unfrozen"),
+        Combination(**tp, qat=both, recompute="op"),
+        Combination(**tp, qat="int4 fp8", sequence_parallel=False, loss_parallel=False),
+        Combination(**tp, qat="fp8 fp8", model="gpt2", recompute="full"),
+        Combination(**tp, qat="nvfp4 nvfp4", model="llama3.2", loss_chunks=2),
+        Combination(**COMPOSED["CP 2"], qat="nvfp4 nvfp4", document_mask=True),
+        Combination(**COMPOSED["PP 2"], qat="mxfp4 mxfp4", schedule="ZBVZeroBubble", microbatch_size=1),
+        Combination(**COMPOSED["FSDP 2 x TP 2"], qat="nvfp4 nvfp4", accumulation=2),
+        Combination(**EXPERT_LAYOUTS["FSDP 2"], qat="int8 int8", model="deepseek", microbatch_size=1),
+    ]
 
 
 def gpt2() -> list[Combination]:

@@ -12,6 +12,7 @@ from tests.support import other_families
 from tests.support.adapted import installed, perturb_biases, perturb_parameters
 from torchtitan.adapters.interface import Adapter
 from torchtitan.contract.step import SAMPLES, SEQ_LEN, device_step, local_batch, micro_batch, rank_step
+from torchtitan.core.fake_quantization import formats_of
 from torchtitan.core.random_draws import initialize
 from torchtitan.core.tensor_storage import draw_stores
 from torchtitan.losses.objective import IGNORE_INDEX, Objective
@@ -19,6 +20,7 @@ from torchtitan.losses.tasks import TASKS
 from torchtitan.models import SIZES
 from torchtitan.models.attention import use_shifted_groups
 from torchtitan.models.dropout import add_embedding_noise
+from torchtitan.models.fake_quantized import use_fake_quantization
 from torchtitan.models.layers import use_float8
 from torchtitan.models.sizes import LongRope, RopeScaling
 from torchtitan.models.spec import MODELS
@@ -33,6 +35,7 @@ DTYPE = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.f
 # passes tens of them, so 5 % of the largest entry separates a wrong plan from rounding (a missing factor 2 is 100 %).
 TOLERANCE = {"float32": 1e-5, "float64": 1e-10, "bfloat16": 5e-2}
 FAMILIES = {**MODELS, **other_families.MODELS}
+QAT_GROUP = 8  # of every format, so that it divides the rows on each rank
 MICRO_SIZE = dict(dim=48, n_heads=4, vocab_size=104)
 LATENT = dict(kv_lora_rank=32, qk_nope_head_dim=16, qk_rope_head_dim=8, v_head_dim=16)
 DELTA = dict(n_kv_heads=2, head_dim=16, rotary_dim=8, full_interval=2, delta_key_heads=2, delta_value_heads=4)
@@ -132,6 +135,11 @@ def build_adapted(row: Combination) -> tuple[torch.nn.Module, ParallelPlan, Adap
     plan, adapter = installed(row.adapter, model, plan)
     if row.float8 != "none":
         use_float8(model, plan, row.float8, exclude=(), use_kernel=False)
+    if row.qat != "none":
+        weights, inputs = row.qat.split()
+        formats = formats_of(weights, None if inputs == "none" else inputs, QAT_GROUP)
+        embedding = formats_of(weights, None, QAT_GROUP).weights if weights in ("int4", "int8") else None
+        use_fake_quantization(model, formats, embedding)
     return model, plan, adapter
 
 
@@ -309,6 +317,6 @@ def plain_twin(row: Combination) -> Combination:
     """Return the row on one device, without the options that must not change the result."""
     exact = "float32" if row.precision == "bfloat16" else row.precision
     options = dict(document_mask=row.document_mask, multi_token_prediction=row.multi_token_prediction, model=row.model)
-    options |= dict(float8=row.float8, task=row.task, noise=row.noise, rope=row.rope, groups=row.groups)
+    options |= dict(float8=row.float8, qat=row.qat, task=row.task, noise=row.noise, rope=row.rope, groups=row.groups)
     options |= dict(accumulation=row.accumulation) if row.remembers else {}
     return Combination(precision=exact, pp=row.pp, adapter=row.adapter, **options)

@@ -17,6 +17,7 @@ from torchtitan.checkpoint import Checkpointer, TrainerHooks
 from torchtitan.checkpoint.layout import MODEL
 from torchtitan.checkpoint.loading import NO_HEADS, Heads
 from torchtitan.config.sections.training import Optimizer
+from torchtitan.core.fake_quantization import formats_of
 from torchtitan.core.float8 import has_kernel
 from torchtitan.datasets.conversations import end_of_turn_ids
 from torchtitan.datasets.tokenizer import Tokenizer
@@ -27,6 +28,7 @@ from torchtitan.losses.objective import Objective
 from torchtitan.lr_scheduling import LRSchedulers, build_lr_schedulers
 from torchtitan.models.attention import activate_flash_attention, use_shifted_groups
 from torchtitan.models.dropout import add_embedding_noise
+from torchtitan.models.fake_quantized import FakeQuantizationStart, use_fake_quantization
 from torchtitan.models.hf.config import find_text_config
 from torchtitan.models.hf.names import TensorMap
 from torchtitan.models.hf.save import build_extra_files, read_source
@@ -160,6 +162,16 @@ class ModelBuilder:
             plan = installed.install(built, plan)
         return built, plan, installed
 
+    def fake_quantize(self, built: nn.Module) -> None:
+        """Let a model compute with the numbers of the section [qat], in place."""
+        options = self.job.config.qat
+        if options.weight_dtype == "none":
+            return
+        embedding = (
+            formats_of(options.weight_dtype, None, options.group).weights if options.quantize_embedding else None
+        )
+        use_fake_quantization(built, formats_of(options.weight_dtype, options.inputs, options.group), embedding)
+
     def objective(self) -> Objective:
         """Build the task's objective: its loss and the normalizer."""
         task, config = self.job.model.spec, self.job.config
@@ -217,6 +229,7 @@ class ModelBuilder:
             trained_by.cast_frozen(built, DTYPES[frozen])
         if (recipe := config.training.float8) != "none":
             use_float8(built, patterns, recipe, config.training.float8_exclude, has_kernel(device.type))
+        builder.fake_quantize(built)
         parallel = ParallelModel(
             built,
             mesh,
@@ -230,6 +243,8 @@ class ModelBuilder:
             adapter=installed,
             **kwargs,
         )
+        if config.qat.after_steps:
+            parallel.hooks.append(FakeQuantizationStart(parallel.parts, config.qat.after_steps))
         if policy is not None:
             parallel.autocast = policy.autocast  # even if all weights of the reference have the compute type
         return parallel

@@ -15,7 +15,7 @@ from pydantic import TypeAdapter
 from pydantic.dataclasses import dataclass
 
 from torchtitan.config.sections.field_types import STRICT
-from torchtitan.config.sections.model import ActivationCheckpoint, Adapter, Compile, Model, Parallelism
+from torchtitan.config.sections.model import ActivationCheckpoint, Adapter, Compile, Model, Parallelism, Qat
 from torchtitan.config.sections.run import (
     Callbacks,
     Checkpoint,
@@ -48,6 +48,7 @@ class JobConfig:
     model: Model = field(default_factory=Model)
     task: Task = field(default_factory=Task)
     adapter: Adapter = field(default_factory=Adapter)
+    qat: Qat = field(default_factory=Qat)
     optimizer: Optimizer = field(default_factory=Optimizer)
     lr_scheduler: LRScheduler = field(default_factory=LRScheduler)
     training: Training = field(default_factory=Training)

@@ -417,9 +417,9 @@ class _Float8Matmul(torch.autograd.Function):
         dtype = E4M3 if rowwise else E5M2
         rows = quantize(grad, dtype, rowwise)
         of_x = of_weight = None
-        if _is_wanted(ctx, 0):
+        if is_wanted(ctx, 0):
             of_x = product(rows, quantize(weight, E4M3, rowwise, transposed=True), x.dtype, use_kernel)
-        if _is_wanted(ctx, 1):
+        if is_wanted(ctx, 1):
             if rowwise:
                 columns = quantize(grad, dtype, rowwise, transposed=True)
             else:
@@ -428,7 +428,7 @@ class _Float8Matmul(torch.autograd.Function):
         return of_x, of_weight, None, None
 
 
-def _is_wanted(ctx: Any, index: int) -> bool:
+def is_wanted(ctx: Any, index: int) -> bool:
     """Return True if this backward uses the gradient of an input: a split backward asks for one at a time."""
     if torch.compiler.is_compiling() or not ctx.needs_input_grad[index]:
         return ctx.needs_input_grad[index]
@@ -449,7 +449,7 @@ class Float8Linear(nn.Linear):
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """[..., K] -> [..., N]"""
         dtype = autocast_dtype(x.device.type) or x.dtype
-        # views, because _is_wanted cannot ask about leaves in autograd.grad
+        # views, because is_wanted cannot ask about leaves in autograd.grad
         operands = (operand.view_as(operand) for operand in (x.flatten(0, -2).to(dtype), self.weight.to(dtype)))
         y = _Float8Matmul.apply(*operands, self.rowwise, self.use_kernel).unflatten(0, x.shape[:-1])
         return y if self.bias is None else y + self.bias.to(dtype)

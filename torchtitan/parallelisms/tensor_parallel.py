@@ -336,7 +336,8 @@ class _Embedding:
         weight = self.weight.to_local()  # [V / tp, D]
         rows = tokens - self.border.rank * weight.shape[0]
         is_local = (rows >= 0) & (rows < weight.shape[0])
-        return self.border.leave(F.embedding(rows.where(is_local, 0), weight).where(is_local[..., None], 0))
+        looked_up = self.plain.forward(LocalWeights(self, weight=weight), rows.where(is_local, 0))
+        return self.border.leave(looked_up.where(is_local[..., None], 0))
 
 
 Placements = tuple[Placement, Placement]
@@ -358,7 +359,8 @@ def _split(
 
     `defaults`: the placements of a parameter and of its gradient, by the parameter's name. A method of the class,
     `tensor_placements(role, replicated_gradient)`, overrides them with {name: Placements}: `role` is the plan's field
-    that matched, `replicated_gradient` the placement of a replicated parameter's gradient.
+    that matched, `replicated_gradient` the placement of a replicated parameter's gradient. A method
+    `share_rows(role, group)` is told the process group of the ranks that have the other parts of its matrix.
     """
     assert all("." not in leaf for leaf, _ in module.named_parameters()), "parameters are in leaf modules"
     placements = {}
@@ -384,6 +386,8 @@ def _split(
     module.gradient_placements = gradients
     for key, value in settings.items():
         setattr(module, key, value)
+    if hasattr(module, "share_rows"):
+        module.share_rows(role, mesh.get_group().group_name)
 
 
 _SHARED_PLACEMENTS: dict[Placement, Placement] = {}

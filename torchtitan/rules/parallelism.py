@@ -202,6 +202,9 @@ def async_tensor_parallel(facts: Facts) -> Iterator[Fault]:
         if facts.config.training.float8 != "none":
             reason = "it fuses gathers with bfloat16 products, but rounding comes between; leave one of the two out"
             yield facts.fault("parallelism.enable_async_tensor_parallel", "false with training.float8", reason)
+        if facts.config.qat.weight_dtype != "none":
+            reason = "it fuses gathers with products, but rounding comes between; leave one of the two out"
+            yield facts.fault("parallelism.enable_async_tensor_parallel", "false with qat.weight_dtype", reason)
 
 
 S2_KEY = "model.s2_group_size"

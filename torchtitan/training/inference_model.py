@@ -32,6 +32,7 @@ from torchtitan.job import ResolvedJob
 from torchtitan.job.model import JobModel
 from torchtitan.job.saving import JobSaving
 from torchtitan.models.attention import activate_flash_attention
+from torchtitan.models.fake_quantized import round_weights
 from torchtitan.parallelisms.degrees import LimitError
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed, machine
@@ -51,9 +52,12 @@ def load_model(job: ResolvedJob, step_folder: Path, device: torch.device) -> tup
     if device.type == "cpu":
         machine.keep_freed_memory()
     backend = available_attention(job.config.model.attention_backend, device)
-    built, _, installed = ModelBuilder(job.with_options({ATTENTION: backend})).adapted_model()
+    builder = ModelBuilder(job.with_options({ATTENTION: backend}))
+    built, _, installed = builder.adapted_model()
+    builder.fake_quantize(built)
     built.to_empty(device=device)
     _fill(built, job.model, job.saving, step_folder, installed)
+    round_weights(built)
     return built.eval(), installed
 
 
@@ -135,7 +139,8 @@ def _split_options(experts: int, world_size: int, dtype: str) -> dict[str, Any]:
             disable_sequence_parallel=True,
             disable_loss_parallel=True,
         )
-    types = {"training.mixed_precision_param": dtype, "training.frozen_dtype": dtype, "training.float8": "none"}
+    types: dict[str, Any] = {"training.mixed_precision_param": dtype, "training.frozen_dtype": dtype}
+    types |= {"training.float8": "none", "qat.after_steps": 0}
     recompute = ActivationCheckpoint(mode="none")
     return types | {"parallelism": degrees, "activation_checkpoint": recompute, "compile": Compile()}
 

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from torchtitan.config.sections.field_types import Precision
-from torchtitan.config.sections.model import Parallelism
+from torchtitan.config.sections.model import Parallelism, Qat
 from torchtitan.core.files import FileError
 from torchtitan.core.float8 import has_kernel
 from torchtitan.core.progress_bar import DELAY_SECONDS, is_watched, progress_bar
@@ -76,6 +76,8 @@ def log_start(
         logger.warning("messages   %s", note)
     if note := layout.notice():
         logger.info("pairs      %s", note)
+    if note := describe_fake_quantization(config.qat):
+        logger.info("rounding   %s", note)
     if model.adapter is not None:
         logger.info("adapter    %s", model.adapter.describe())
         if config.checkpoint.enable and not config.checkpoint.load_only:
@@ -118,6 +120,17 @@ def describe_precision(model: JobModel, frozen: Precision | None, device_type: s
         return products
     stored = training.dtype if frozen is None else f"{frozen} frozen and {training.dtype} trained"
     return f"{products} with {stored} parameters and {training.mixed_precision_reduce} reduction"
+
+
+def describe_fake_quantization(options: Qat) -> str:
+    """Return what the linears of a quantization-aware training round, or an empty text without it."""
+    if options.weight_dtype == "none":
+        return ""
+    group = f" in groups of {options.group}" if options.group > 1 else " by rows"
+    where = "weights of linears" + " and embeddings" * options.quantize_embedding
+    inputs = f", inputs to {options.inputs}" if options.inputs else ""
+    start = f", after step {options.after_steps}" if options.after_steps else ""
+    return f"{where} to {options.weight_dtype}{group}{inputs}{start}; saved and exported weights are not rounded"
 
 
 def describe_quantized_messages(options: Parallelism) -> str:

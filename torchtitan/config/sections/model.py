@@ -1,4 +1,6 @@
-"""The model: family and size, recompute, compilation, degrees of parallelism, and the adapter trained in its place."""
+"""The model: family and size, recompute, compilation, degrees of parallelism, the adapter trained in its place, and the
+formats that it is trained for.
+"""
 
 from dataclasses import field
 from typing import Annotated, Literal
@@ -213,3 +215,31 @@ class Adapter:
     """Names of model parameters trained together with the adapter; * matches anything, e.g. ["*norm*",
     "output.weight"]."""
     relora: Relora = field(default_factory=Relora)
+
+
+@dataclass(config=STRICT, kw_only=True)
+class Qat:
+    """Quantization-aware training: linears compute with numbers rounded to a format of few bits."""
+
+    weight_dtype: Literal["none", "int4", "int8", "fp8", "nvfp4", "mxfp4"] = "none"
+    """Format that the weights of all linears, with the head, are rounded to in each forward. Those trained, saved and
+    exported are not rounded. none: no quantization-aware training."""
+    activation_dtype: Literal["none", "int8", "fp8", "nvfp4", "mxfp4"] = "none"
+    """Format that the inputs of these linears are rounded to, token by token: int8 or none with weights in int8, these
+    or fp8 in int4, otherwise that of the weights."""
+    group_size: Annotated[int, Field(ge=2)] | None = None
+    """Weights of a row that share a scale. Unset: 32 (16 for nvfp4, the whole row for fp8)."""
+    quantize_embedding: bool = False
+    """Round the token embedding too, as weights alone (int4 or int8)."""
+    after_steps: NonNegative = 0
+    """Steps before rounding begins."""
+
+    @property
+    def group(self) -> int:
+        """The number of weights of a row that share a scale; 1 if it is all of them."""
+        return self.group_size or {"nvfp4": 16, "fp8": 1}.get(self.weight_dtype, 32)
+
+    @property
+    def inputs(self) -> str | None:
+        """The format of the inputs, if they are rounded."""
+        return None if self.activation_dtype == "none" else self.activation_dtype
