@@ -30,6 +30,7 @@ from torchtitan.plugins.importers.axolotl_options import (
     SCORES,
     read_options,
 )
+from torchtitan.plugins.importers.axolotl_qat import translate_qat
 from torchtitan.plugins.importers.axolotl_tokens import AddedTokens
 from torchtitan.plugins.importers.translation import (
     AUTO,
@@ -168,13 +169,15 @@ class _Axolotl:
             self.note(f"download {folder} to a folder of that name here; its family is a guess from its name")
 
     def quantized_weights(self) -> None:
-        """Check how weights that a folder has in a quantized format are read: here always dequantized."""
+        """Read for which format weights are trained, and that those of a quantized folder are read dequantized."""
         kind, settings = (self.options[f"model_quantization_config{end}"] for end in ("", "_kwargs"))
         if kind is not None and (settings or {}) == {"dequantize": True}:
             self.note(f"model_quantization_config: {kind}: weights are read dequantized")
         elif kind is not None or settings:
             remedy = "weights are not trained in a quantized format"
             self.refuse("model_quantization_config_kwargs", settings, "{dequantize = true}", remedy)
+        if self.options["qat"]:
+            translate_qat(self.options["qat"], self.draft)
 
     def plugins(self) -> None:
         plugins = self.options["plugins"] or []

@@ -142,7 +142,7 @@ MODEL: dict[str, Setting] = {
     "llmcompressor": _refusal("table", "pruned models are not trained"),
     **same("use_eaft eaft_alpha eaft_k", _refusal("any", "losses weighted by entropy are not supported")),
     **same("lisa_n_layers lisa_step_interval lisa_layers_attribute", _refusal("any", "LISA is not supported")),
-    "qat": _refusal("table", "training for a quantized model is not supported"),
+    "qat": Setting("table"),
     "reward_model": Setting("bool"),
     "fp8": Setting("bool"),
     "fp8_enable_fsdp_float8_all_gather": _note("bool", "weights are gathered in bfloat16, then rounded to the same"),
