@@ -137,6 +137,7 @@ def test_outputs_and_gradients_are_those_of_peft_in_float64(alternating, matrice
 
 FAMILIES = {
     "qwen3_moe": "qwen3_moe window",
+    "llama4": "llama4",
     "mixtral": "mixtral",
     "gpt_oss": "gpt_oss",
     "qwen2_moe": "qwen2_moe",

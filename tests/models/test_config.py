@@ -153,6 +153,11 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
     "phi": ((DECODER[0], "layer_norm_eps", *DECODER[2:], "partial_rotary_factor", "resid_pdrop"), DECODER[:1]),
     "stablelm": ((DECODER[0], "layer_norm_eps", *DECODER[2:], "partial_rotary_factor"), ()),
     "granite": ((*DECODER, "head_dim", "embedding_multiplier", "logits_scaling"), DECODER[:1]),
+    "llama4": (
+        (*DECODER, "head_dim", "intermediate_size_mlp", "num_local_experts", "num_experts_per_tok", "floor_scale")
+        + ("attention_chunk_size", "attn_scale", "interleave_moe_layer_step", "no_rope_layer_interval"),
+        (DECODER[0], "head_dim"),
+    ),
     "granite4": (
         (*DECODER, "head_dim", *MAMBA[:4], "embedding_multiplier", "logits_scaling", "mamba_expand")
         + ("num_local_experts", "num_experts_per_tok", "shared_intermediate_size", "router_aux_loss_coef"),

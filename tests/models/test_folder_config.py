@@ -173,6 +173,8 @@ PUBLISHED = {
         "output_router_logits": False,
         "decoder_sparse_step": 1,
     },
+    "llama4_text": {"for_llm_compressor": False, "attn_temperature_tuning": True, "output_router_logits": False}
+    | {"router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0},
     "gpt_oss": {"experts_per_token": 3, "initial_context_length": 16, "router_aux_loss_coef": 0.9}
     | {"transformers_version": "4.55.0.dev0", "output_router_logits": False, "use_cache": True},
     "qwen3_next": {"use_sliding_window": False, "output_router_logits": False, "rope_scaling": None},

@@ -15,6 +15,7 @@ from torchtitan.models.granite4.model import Granite4
 from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.models.lfm2.model import Lfm2
 from torchtitan.models.llama.model import Llama
+from torchtitan.models.llama4.model import Llama4
 from torchtitan.models.mistral.model import Mistral
 from torchtitan.models.nemotron_h.model import NemotronH
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
@@ -25,6 +26,7 @@ MODELS = {
     "llama, tied": (Llama, LLAMA["llama3.2"]),
     "deepseek, values narrower than keys": (Deepseek, DEEPSEEK["v2 lite"]),
     "deepseek, groups of experts": (Deepseek, DEEPSEEK["v3"]),
+    "llama4, chunks in most layers": (Llama4, GATED["llama4"]),
     "mistral, a window": (Mistral, MISTRAL["window"]),
     "falcon_h1, a state beside attention": (FalconH1, GATED["falcon_h1"]),
     "gemma2, capped scores": (Gemma2, GATED["gemma2"]),
@@ -69,6 +71,14 @@ def test_of_a_window_no_more_is_kept_than_the_next_token_sees():
     for end in range(10, 61):
         remembering(ids[:, :end])
     assert all(kernel.num_cached == 4 and kernel.cached_tensors[0].shape[2] <= 2 * 10 for kernel in remembering.kernels)
+
+
+@torch.no_grad()
+def test_of_a_chunk_no_more_is_kept_than_the_next_token_sees():
+    remembering, ids = CachedDecoder(build(*MODELS["llama4, chunks in most layers"])), torch.arange(60)[None] % 64
+    for end in range(10, 59):
+        remembering(ids[:, :end])
+    assert [kernel.num_cached for kernel in remembering.kernels] == [3, 3, 58, 3]
 
 
 @torch.no_grad()

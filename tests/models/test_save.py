@@ -36,6 +36,7 @@ FAMILIES = [
     "granite4",
     "gpt2",
     "lfm2_moe",
+    "llama4",
     "mistral",
     "nemotron_h",
     "mixtral",

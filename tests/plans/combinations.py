@@ -322,7 +322,18 @@ def families_with_experts() -> list[Combination]:
             Combination(**EXPERT_LAYOUTS[name], **exact, document_mask=True) for name in ("FSDP 2", "CP 2", "TP 2")
         ]
         rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model=model, adapter="lora", recompute="full")]
-    return rows + attention_sinks()
+    return rows + attention_sinks() + attention_in_chunks()
+
+
+def attention_in_chunks() -> list[Combination]:
+    """Rows of Llama 4, whose chunks begin again in each document and cross the borders of ranks."""
+    exact = dict(model="llama4", microbatch_size=1, document_mask=True)
+    rows = [Combination(**EXPERT_LAYOUTS[name], **exact) for name in ("FSDP 2", "TP 2")]
+    rows += [Combination(**LAYOUTS["DDP 2"], model="llama4"), Combination(**COMPOSED["PP 2"], **exact)]
+    rows += [Combination(**COMPOSED["CP 2"], **exact, method=method) for method in ("allgather", "ulysses")]
+    rows += [Combination(**COMPOSED["CP 2"], model="llama4", balance=False)]
+    rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **exact, schedule="DualPipeV", overlap=True)]
+    return rows + [Combination(**EXPERT_LAYOUTS["FSDP 2"], model="llama4", adapter="lora", recompute="full")]
 
 
 def attention_sinks() -> list[Combination]:

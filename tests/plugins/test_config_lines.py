@@ -209,7 +209,7 @@ def test_other_functions_are_refused_with_those_that_are_known():
         ("--module qwen3 --config llama3_8b", "llama3_8b is of the module llama3"),
         ("--module my.own.llama3 --config llama3_8b", "llama3_8b is of the module llama3"),
         ("--module flux --config flux_dev", "models of images are not in this version"),
-        ("--module llama4 --config llama4_debugmodel", "Llama 4 is not in this version"),
+        ("--module llama4 --config llama4_debugmodel", 'model.name = "llama4" and flavor scout or maverick'),
         ("--module kimi_k2_7 --config moonlight_16b_a3b", "its optimizer, Muon with updates of AdamW's size"),
         ("--module qwen3_5 --config qwen35_9b", "models of images"),
         ("--module llama3 --config llama3_8b_mxfp8", "those with scales of blocks are not supported"),

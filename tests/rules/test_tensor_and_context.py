@@ -122,6 +122,11 @@ CONTEXT = [
         'context_parallel_rotate_method: given "alltoall"; allowed: "allgather" or "ulysses" with a sliding '
         'window (of 64 tokens); write "allgather"',
     ),
+    (
+        [CP + "2", METHOD + "ring", "--model.name=llama4"],
+        'context_parallel_rotate_method: given "ring"; allowed: "allgather" or "ulysses" with attention within chunks '
+        '(of 128 tokens); write "allgather"',
+    ),
 ]
 
 

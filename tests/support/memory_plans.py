@@ -30,6 +30,7 @@ FAMILIES = (
     *(("smollm3", "3B"), ("phi", "2.7B"), ("stablelm", "2-12B"), ("falcon", "40B"), ("glm4_moe_lite", "30B-A3B")),
     *(("mistral4", "Small-119B"), ("gemma", "7B"), ("arcee", "4.5B"), ("gpt_neox", "pythia-12B"), ("starcoder2", "7B")),
     *(("nemotron", "8B"), ("cohere", "aya-8B"), ("cohere2", "7B"), ("hunyuan_v1_dense", "4B"), ("apertus", "8B")),
+    ("llama4", "scout"),
 )
 """Models of all families that the formula describes."""
 SMALL_MODELS = tuple((family, "debugmodel") for family in ("llama3", "qwen3", "qwen3_moe", "deepseek"))

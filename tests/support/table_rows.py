@@ -62,6 +62,8 @@ MICRO_SIZES = {
     "lfm2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, layer_pattern="C*"),
     "lfm2_moe": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, layer_pattern="C*", n_dense_layers=1, expert_dim=32)
     | dict(aux_loss_weight=0.1),
+    "llama4": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, expert_dim=32, moe_interval=2, no_rope_interval=3, top_k=2)
+    | dict(chunk_size=5, query_growth=0.5, query_period=3, aux_loss_weight=0.1),
     "mistral": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, query_growth=0.5, query_period=3),
     "mixtral": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1, sliding_window=7),
     "hunyuan_v1_dense": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),

@@ -21,6 +21,7 @@ from torchtitan.models.granite4 import Granite4Args, Granite4MoEArgs
 from torchtitan.models.hunyuan import HunyuanArgs
 from torchtitan.models.lfm2 import Lfm2Args, Lfm2MoEArgs
 from torchtitan.models.llama import LlamaArgs
+from torchtitan.models.llama4 import ROUTING, Llama4Args
 from torchtitan.models.mistral import MistralArgs
 from torchtitan.models.mistral4 import Mistral4Args
 from torchtitan.models.mixtral import MixtralArgs
@@ -194,6 +195,13 @@ _GPT_OSS = GptOssArgs(
     sliding_window=5,
     swiglu_limit=0.2,  # some gates are larger
 )
+# of four layers, two have experts and one has no rotary positions
+_LLAMA4 = Llama4Args(
+    **_TINY_EXPERTS | ROUTING | dict(n_layers=4, chunk_size=5, ffn_dim=48, moe_interval=2, no_rope_interval=3),
+    rope_scaling=SCALING,
+    query_growth=0.5,
+    query_period=4,
+)
 _DELTA: dict = dict(n_layers=3, full_interval=2, delta_key_heads=2, delta_value_heads=4, delta_key_dim=8)
 _DELTA |= dict(delta_value_dim=6, head_dim=16, rotary_dim=8)
 _QWEN3_NEXT = Qwen3NextArgs(**_TINY_EXPERTS | _DELTA)
@@ -215,6 +223,18 @@ _EXPERTS = {
     "gpt_oss": _GPT_OSS,
     "gpt_oss without biases": replace(
         _GPT_OSS, attention_bias=False, global_interval=3, rope_scaling=None, tied_embeddings=True, swiglu_alpha=2.0
+    ),
+    "llama4": _LLAMA4,
+    "llama4 plain": replace(
+        _LLAMA4,
+        moe_interval=1,
+        unit_heads=False,
+        attention_bias=True,
+        query_growth=0.0,
+        rope_scaling=None,
+        chunk_size=12,
+        tied_embeddings=True,
+        top_k=1,
     ),
     "mixtral": _MIXTRAL,
     "mixtral window": replace(_MIXTRAL, sliding_window=5, tied_embeddings=True, top_k=3),

@@ -18,6 +18,8 @@ _SIGLIP = _TOWER | dict(model_type="siglip_vision_model", image_size=28, patch_s
 _PIXTRAL = _TOWER | dict(model_type="pixtral", image_size=28, patch_size=14, head_dim=8)
 _IDEFICS = _TOWER | dict(image_size=28, patch_size=14)
 _QWEN = dict(depth=1, hidden_size=64, num_heads=2, patch_size=14, out_hidden_size=64)
+_LLAMA4 = _TOWER | dict(image_size=28, patch_size=14, projector_input_dim=16, projector_output_dim=16)
+_LLAMA4 |= dict(vision_output_dim=16)
 _SOUND = dict(d_model=16, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16, num_mel_bins=8)
 _SOUND |= dict(max_source_positions=8)
 PARTS_OF = {
@@ -27,6 +29,7 @@ PARTS_OF = {
     "idefics3": dict(vision_config=_IDEFICS),
     "internvl": dict(vision_config=_TOWER | dict(image_size=[28, 28], patch_size=[14, 14])),
     "lighton_ocr": dict(vision_config=_PIXTRAL),
+    "llama4": dict(vision_config=_LLAMA4),
     "llava": dict(vision_config=_CLIP),
     "llava_next": dict(vision_config=_CLIP),
     "llava_next_video": dict(vision_config=_CLIP),

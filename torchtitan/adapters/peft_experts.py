@@ -30,7 +30,8 @@ class Stack:
 
     `parameter`: its name. `key`: the beginning of its pair's names in peft's files. `module`: the experts, by our name.
     `matrices`: those of ours that the stack consists of, in order; `adapted`: the ones of these that have a pair.
-    `shares_a`: all have one A. `alternates`: their outputs alternate.
+    `shares_a`: all have one A. `alternates`: their outputs alternate. `swaps`: peft
+    takes the stack's inputs for outputs, so its A is B here, and its B is A.
     """
 
     parameter: str
@@ -40,6 +41,7 @@ class Stack:
     adapted: tuple[str, ...]
     shares_a: bool
     alternates: bool
+    swaps: bool
 
     def names(self, matrix: str) -> tuple[str, str]:
         """Return our names of the A and B of a matrix."""
@@ -81,6 +83,7 @@ def stacks_with_pairs(names: Collection[str], form: TensorMap) -> Iterator[Stack
                 adapted=tuple(matrix for matrix in matrices if matrix in adapted),
                 shares_a=len(matrices) > 1 and f"{module}.lora_A_{GATE_UP}" in names,
                 alternates=stacked.is_interleaved(f"{module}.{first}"),
+                swaps=stacked.has_joined_columns(f"{module}.{first}"),
             )
 
 
@@ -96,10 +99,11 @@ def pair_of_stack(state: Mapping[str, torch.Tensor], stack: Stack) -> Tensors:
     for matrix, (down, up) in names.items():
         start = offsets[down]
         blocks[stack.matrices.index(matrix)][:, start : start + state[up].shape[1]] = state[up]
-    joined_up = stack.join(blocks)
+    rows, columns = joined_down.transpose(1, 2), stack.join(blocks)
+    rows, columns = (columns, rows) if stack.swaps else (rows, columns)  # each [experts, rank, features]
     return {
-        stack.key + A: joined_down.transpose(1, 2).flatten(0, 1).contiguous(),
-        stack.key + B: joined_up.permute(2, 1, 0).flatten(1).contiguous(),
+        stack.key + A: rows.flatten(0, 1).contiguous(),
+        stack.key + B: columns.permute(2, 1, 0).flatten(1).contiguous(),
     }
 
 
@@ -114,12 +118,14 @@ def read_stack(
     outputs = len(stack.matrices) * shapes[first_up][2]
     number = 1 if stack.shares_a else len(stack.adapted)
     ranks = {rank, rank * number}
-    allowed = [((experts * r, inputs), (outputs, r * experts)) for r in sorted(ranks)]
+    widths = (outputs, inputs) if stack.swaps else (inputs, outputs)
+    allowed = [((experts * r, widths[0]), (widths[1], r * experts)) for r in sorted(ranks)]
     if (tuple(down.shape), tuple(up.shape)) not in allowed:
         shown = " or ".join(f"A {a} and B {b}" for a, b in allowed)
         return {}, f"{stack.key}* has A {tuple(down.shape)} and B {tuple(up.shape)}, the job's {shown}"
-    down = down.unflatten(0, (experts, -1)).transpose(1, 2)
-    blocks = dict(zip(stack.matrices, stack.split(up.unflatten(1, (-1, experts)).permute(2, 1, 0)), strict=True))
+    rows, columns = down.unflatten(0, (experts, -1)), up.unflatten(1, (-1, experts)).permute(2, 1, 0)
+    rows, columns = (columns, rows) if stack.swaps else (rows, columns)  # each [experts, rank, features]
+    down, blocks = rows.transpose(1, 2), dict(zip(stack.matrices, stack.split(columns), strict=True))
     if any(blocks[matrix].any() for matrix in stack.matrices if matrix not in names):
         return {}, f"{stack.key}{B} reaches all of {stack.parameter}, the job only {', '.join(stack.adapted)}"
     tensors = {}

@@ -35,6 +35,7 @@ from torchtitan.models.hf.wrappers import text_part
 from torchtitan.models.hunyuan import FAMILY as HUNYUAN
 from torchtitan.models.lfm2 import LFMS
 from torchtitan.models.llama import LLAMAS
+from torchtitan.models.llama4 import FAMILY as LLAMA4
 from torchtitan.models.mistral import FAMILY as MISTRAL
 from torchtitan.models.mistral4 import FAMILY as MISTRAL4
 from torchtitan.models.mixtral import FAMILY as MIXTRAL
@@ -76,6 +77,7 @@ FAMILIES: dict[str, Family] = {
     "granite4": GRANITE4,
     **LFMS,
     "hunyuan_v1_dense": HUNYUAN,
+    "llama4": LLAMA4,
     "mistral": MISTRAL,
     "mistral4": MISTRAL4,
     "mixtral": MIXTRAL,

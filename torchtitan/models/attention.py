@@ -82,6 +82,10 @@ class AttentionKernel(nn.Module):
         """Return True if a document of this length masks tokens that the causal mask does not."""
         return 0 < self.window < length
 
+    def num_needed(self, length: int) -> int:
+        """Return how many of the last tokens of a document of this length the next token attends to."""
+        return min(length, self.window - 1) if self.window else length
+
     def uses_flex(self, queries: Tokens) -> bool:
         if queries.documents is None and self.plain_attention:
             return False
@@ -316,7 +320,7 @@ class GroupedQueryAttention(nn.Module):
         query_scale: float = 1.0,
         output_bias: bool | None = None,
         over_heads: bool = False,
-        growth: tuple[float, int] = (0.0, 1),
+        growth: tuple[float, int, int] = (0.0, 1, 0),
         sinks: bool = False,
         gated: bool = False,
         by_head: bool = False,
@@ -360,9 +364,12 @@ class GroupedQueryAttention(nn.Module):
         return self.wo(y * gate.flatten(-2).sigmoid() if self.gated else y)  # [B, S, D]
 
 
-def growth_of_queries(positions: torch.Tensor, growth: float, period: int) -> torch.Tensor:
-    """Return the factor of queries at positions [B or 1, S], which makes attention sharper in long texts."""
-    return 1 + growth * torch.log(1 + torch.floor(positions / period))
+def growth_of_queries(positions: torch.Tensor, growth: float, period: int, first: int = 0) -> torch.Tensor:
+    """Return the factor of queries at positions [B or 1, S], which makes attention sharper in long texts.
+
+    Positions are counted from `first`.
+    """
+    return 1 + growth * torch.log(1 + torch.floor((positions + first) / period))
 
 
 class GroupKernel(AttentionKernel):
@@ -382,6 +389,40 @@ class GroupKernel(AttentionKernel):
     def segments(self, tokens: Tokens) -> torch.Tensor:
         """Return the number of each token's group in its document, [B or 1, S]."""
         return super().segments(tokens) * 2**31 + (tokens.indices + self.missing) // self.size
+
+
+class ChunkKernel(AttentionKernel):
+    """Causal attention within chunks of `size` tokens, which are counted from the start of each document."""
+
+    accepts_query_slices, plain_attention = True, False
+
+    def __init__(self, size: int, backend: str = "auto"):
+        super().__init__(backend)
+        self.size = size
+
+    def with_backend(self, backend: str) -> AttentionKernel:
+        return ChunkKernel(self.size, backend)
+
+    def prepare(self, queries: Tokens, keys: Tokens | None = None) -> Mask:
+        """Return AttentionKernel's mask, with chunks in the place of documents. `keys` are in the sequence's order."""
+        sequence = keys or queries
+        if sequence.documents is None and len(sequence.indices) <= self.size:
+            return super().prepare(queries, keys)
+        chunks = self.chunks(sequence)
+        of_keys = None if keys is None else keys._replace(documents=chunks)
+        return super().prepare(queries._replace(documents=chunks[:, queries.indices]), of_keys)
+
+    def chunks(self, tokens: Tokens) -> torch.Tensor:
+        """Return the number of each token's chunk, [B or 1, S]; each chunk of each document has its own."""
+        indices, documents = tokens.indices, tokens.documents
+        starts = torch.zeros_like(indices)[None]
+        if documents is not None:
+            is_first = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0))
+            starts = (is_first * indices).cummax(-1).values
+        return ((indices - starts) % self.size == 0).cumsum(-1)
+
+    def num_needed(self, length: int) -> int:
+        return length % self.size
 
 
 class HalfMasks(NamedTuple):

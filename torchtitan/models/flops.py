@@ -6,9 +6,9 @@ the routed experts it includes those that a token is sent to, and the router and
 sum of the experts' outputs is a product too, of 6 k D per layer.
 
 Attention adds 12 L A K: L layers, A = heads x head_dim, and K the mean number of keys that a query attends to, which a
-sliding window bounds; where only some layers have a window, K is the mean over the layers. If values are not as wide as
-keys, it adds 6 L heads (d_qk + d_v) K instead. Multi-token prediction counts with its layers, and with one more head
-for each depth. Recomputation and padding never count.
+sliding window or a chunk bounds; where only some layers have one, K is the mean over the layers. If values are not as
+wide as keys, it adds 6 L heads (d_qk + d_v) K instead. Multi-token prediction counts with its layers, and with one more
+head for each depth. Recomputation and padding never count.
 
 A layer with the delta rule (linear_attention.py) multiplies, for each token and value head, the state three times,
 18 K V, and the corrections of its chunk of C tokens, 6 C V; for each key head, keys with keys and with queries, 12 C K.
@@ -63,8 +63,11 @@ def flops_per_token(sizes: ModelSizes, seq_len: int) -> FlopsPerToken:
 
 
 def mean_over_layers(sizes: Any, seq_len: int, keys: Callable[[int, int], float]) -> float:
-    """Return the mean over the layers of keys(seq_len, window): `n_global_layers` have no window, by default none."""
+    """Return the mean over the layers of keys(seq_len, window): `n_global_layers` have no window, nor chunks."""
     windowed = keys(seq_len, getattr(sizes, "sliding_window", 0) or seq_len)
+    if chunk := min(getattr(sizes, "chunk_size", 0), seq_len):
+        last = seq_len % chunk  # tokens of the last chunk, if it is shorter
+        windowed = ((seq_len - last) * keys(chunk, chunk) + (last and last * keys(last, last))) / seq_len
     without = getattr(sizes, "n_global_layers", 0)
     return windowed + (keys(seq_len, seq_len) - windowed) * without / sizes.n_layers if without else windowed
 

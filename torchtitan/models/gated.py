@@ -115,7 +115,7 @@ class GatedDecoder(Decoder):
             output_bias="attention.wo" in args.biases,
             over_heads=args.qk_norm_over_heads,
             by_head=args.qk_norm_by_head,
-            growth=(args.query_growth, args.query_period),
+            growth=(args.query_growth, args.query_period, 0),
             sinks=args.sinks,
             gated=args.attention_gate,
             norms_rotated=args.qk_norm_rotated,

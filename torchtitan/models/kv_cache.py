@@ -56,7 +56,7 @@ class CachingKernel(nn.Module):
     def _append(self, *new: torch.Tensor) -> list[torch.Tensor]:
         """Append new keys and values [B, H / n, Q, D] to the cache and return all cached ones.
 
-        With a window, the cache keeps only tokens that the next one can attend to.
+        The cache keeps only tokens that the next one can attend to.
         """
         first, length = self.end - self.num_cached, self.num_cached + new[0].shape[2]
         if not self.cached_tensors or first + length > self.cached_tensors[0].shape[2]:
@@ -68,7 +68,7 @@ class CachingKernel(nn.Module):
         self.end = first + length
         for tensor, cached in zip(new, self.cached_tensors, strict=True):
             cached.narrow(2, first + self.num_cached, tensor.shape[2]).copy_(tensor)
-        self.num_cached = min(length, self.kernel.window - 1) if self.kernel.window else length
+        self.num_cached = self.kernel.num_needed(length)
         return [cached.narrow(2, first, length) for cached in self.cached_tensors]
 
 

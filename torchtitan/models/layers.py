@@ -307,6 +307,18 @@ class RMSNorm(nn.RMSNorm):
         return rms_norm(x, self.weight.to(x.dtype), self.eps)
 
 
+class UnitNorm(nn.Module):
+    """An RMS norm without weights."""
+
+    def __init__(self, dim: int, eps: float):
+        super().__init__()
+        self.eps = eps
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., D] -> [..., D]"""
+        return rms_norm(x, x.new_ones(x.shape[-1]), self.eps)
+
+
 class ZeroCenteredRMSNorm(RMSNorm):
     """An RMS norm that multiplies by 1 + weight, in float32 or wider, so that a weight of 0 changes nothing."""
 

@@ -243,7 +243,7 @@ class Stages:
     def layers_differ(self) -> bool:
         """True if layers of the same kind may differ in their modules or in the parameters that they train."""
         adapter = self.job.config.adapter
-        if spec_of(adapter).stateful or adapter.layers:
+        if spec_of(adapter).stateful or adapter.layers or getattr(self.job.model.args, "moe_interval", 1) > 1:
             return True
         patterns = (*adapter.train_fully, *self.job.config.training.unfrozen)
         if not patterns:

@@ -33,7 +33,7 @@ from torchtitan.job import ResolvedJob
 from torchtitan.job.layout import JobLayout
 from torchtitan.job.model import JobModel
 from torchtitan.lr_schedules import CONSTANT
-from torchtitan.models.attention import AttentionKernel
+from torchtitan.models.attention import AttentionKernel, ChunkKernel
 from torchtitan.models.layers import Float8Linear
 from torchtitan.optimizers.build import Optimizers
 from torchtitan.parallelisms.context_parallel import ContextParallelAttention
@@ -404,7 +404,7 @@ def imitate(device: str, parts: list[nn.Module]) -> None:
 
 def _flash(kernel: nn.Module) -> nn.Module:
     """Return the kernel of a GPU in place of plain attention."""
-    if type(kernel) is AttentionKernel:
+    if type(kernel) is AttentionKernel or type(kernel) is ChunkKernel:
         return Flash(kernel.backend, kernel.causal, kernel.window)
     return kernel
 

@@ -180,12 +180,15 @@ def capped_scores_have_one_kernel(facts: Facts) -> Iterator[Fault]:
 
 
 def rings_carry_no_window(facts: Facts) -> Iterator[Fault]:
-    """Refuse a sliding window with ring attention, which attends to one chunk of keys at a time."""
+    """Refuse a sliding window, or chunks, with ring attention, which attends to one rank's keys at a time."""
     method = facts.config.parallelism.context_parallel_rotate_method
-    if facts.layout.cp > 1 and method in degrees.RINGS and (window := getattr(facts.model.args, "sliding_window", 0)):
-        allowed = f'"allgather" or "ulysses" with a sliding window (of {window} tokens)'
-        remedy = 'write "allgather"' + _or_without(facts.model.args, "sliding_window")
-        yield facts.fault("parallelism.context_parallel_rotate_method", allowed, remedy)
+    if facts.layout.cp == 1 or method not in degrees.RINGS:
+        return
+    for size, name in (("sliding_window", "a sliding window"), ("chunk_size", "attention within chunks")):
+        if tokens := getattr(facts.model.args, size, 0):
+            allowed = f'"allgather" or "ulysses" with {name} (of {tokens} tokens)'
+            remedy = 'write "allgather"' + _or_without(facts.model.args, size)
+            yield facts.fault("parallelism.context_parallel_rotate_method", allowed, remedy)
 
 
 def _or_without(args: Any, size: str) -> str:
@@ -225,6 +228,7 @@ def groups_fit_the_model(facts: Facts) -> Iterator[Fault]:
         return
     args, name = facts.model.args, facts.config.model.name
     obstacles = {"sliding_window": "a sliding window", "attention_dropout": "attention_dropout"}
+    obstacles |= {"chunk_size": "attention within chunks"}
     obstacles |= {"score_cap": "capped attention scores", "n_state_layers": "layers with a state"}
     obstacles = {key: f"{text} ({getattr(args, key)})" for key, text in obstacles.items() if getattr(args, key, 0)}
     if obstacles:

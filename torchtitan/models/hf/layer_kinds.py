@@ -9,7 +9,7 @@ from torchtitan.core.files import agreed_value
 from torchtitan.models.hf.config import check_supported, read_flag, read_number, read_window
 from torchtitan.models.sizes import layer_spans
 
-SLIDING, FULL = "sliding_attention", "full_attention"
+SLIDING, FULL, CHUNKED = "sliding_attention", "full_attention", "chunked_attention"
 """transformers' names of the kinds of layers."""
 
 

@@ -122,9 +122,13 @@ class StoredWeights:
         stored_files, (block, may_be_packed) = tensor_files(self.path), _quantization(folder)
         stored_names = text_tensors(find_text_config(self.path), stored_files)
         files = {hf_name: stored_files[stored_name] for hf_name, stored_name in stored_names.items()}
-        stacks = self.tensor_map.with_stacks()
-        if any(hf_name in files for name in self.shapes if stacks.is_stack(name) for hf_name in stacks.hf_names(name)):
-            self._use(stacks)
+        for layout in self.tensor_map.other_layouts():
+            other_names = {hf_name for name in self.shapes for hf_name in layout.hf_names(name)} - {
+                hf_name for names in self.hf_names_by_name.values() for hf_name in names
+            }
+            if not other_names.isdisjoint(files):
+                self._use(layout)
+                break
         prefix = self.tensor_map.optional_prefix
         if prefix and not any(hf_name.startswith(prefix) for hf_name in files):
             without_prefix = {
@@ -276,6 +280,11 @@ def read_part(stored: list[Any], tensor: torch.Tensor, name: str, tensor_map: Te
         names, last = tensor_map.joined_names(name), spans[-1]
         columns = slice(last.start * len(names), last.stop * len(names))
         local.copy_(stored[0][(*spans[:-1], columns)][..., names.index(name) :: len(names)])
+        return
+    if tensor_map.has_joined_columns(name):
+        before = tensor_map.joined_names(name).index(name) * shape[-1]
+        columns = slice(spans[-1].start + before, spans[-1].stop + before)
+        local.copy_(stored[0][(*spans[:-1], columns)])
         return
     if tensor_map.is_stack(name):
         before = tensor_map.joined_names(name).index(name) * shape[2]

@@ -102,8 +102,10 @@ class TensorMap:
     `outer_names`: names outside of the layers. `layers`: the prefix of a layer's number in HF names. `optional_prefix`:
     the part of this prefix that a folder may omit everywhere, as one of a model without a head does.
 
-    `interleaved`: names of which the joined ones alternate along the last dimension instead. `stacks`: names of
-    [experts, in, out] with one HF tensor [experts, out, in], of which the joined ones follow each other along `out`.
+    `interleaved`: names of which the joined ones alternate along the last dimension instead. `joined_columns`: names of
+    which they follow each other along it. `single_experts`: other HF names of experts, one by one, of folders that are
+    read but not written. `stacks`: names of [experts, in, out] with one HF tensor [experts, out, in], of which the
+    joined ones follow each other along `out`.
     `by_head`: tensors [heads x head_dim] with one HF tensor [head_dim] for each head, and the number of heads.
     `head_rows`: of a reordered tensor, the rows of each head, where they are not `head_dim`.
     `head`: our names that belong to the task of the model, which a folder of a model for another task lacks.
@@ -123,6 +125,8 @@ class TensorMap:
     reordered: frozenset[str] = frozenset()
     transposed: frozenset[str] = frozenset()
     interleaved: frozenset[str] = frozenset()
+    joined_columns: frozenset[str] = frozenset()
+    single_experts: tuple[Mapping[str, str], ...] = ()
     stacks: frozenset[str] = frozenset()
     groups: int = 1
     by_head: Mapping[str, int] = field(default_factory=dict)
@@ -167,6 +171,14 @@ class TensorMap:
         names = {name: STACKS.get(hf_name, hf_name) for name, hf_name in self.layer_names.items()}
         names = {name: "mlp.gate.weight" if hf_name == router else hf_name for name, hf_name in names.items()}
         return replace(self, layer_names=names, stacks=self.stacks | stacks, _ours={})
+
+    def other_layouts(self) -> list["TensorMap"]:
+        """Return the names and layouts of experts in folders that are read but not written."""
+        singles = [
+            replace(self, layer_names={**self.layer_names, **names}, joined_columns=frozenset(), _ours={})
+            for names in self.single_experts
+        ]
+        return [self.with_stacks(), *singles]
 
     def joined_names(self, name: str) -> list[str]:
         """Return the names of all tensors that share this one's HF tensor, in order, including this one."""
@@ -226,6 +238,9 @@ class TensorMap:
             elif self.is_interleaved(name):
                 if name == joined[0]:
                     hf_state[names[0]] = torch.stack([state[key] for key in joined], dim=-1).flatten(-2)
+            elif self.has_joined_columns(name):
+                if name == joined[0]:
+                    hf_state[names[0]] = torch.cat([state[key] for key in joined], dim=-1)
             elif self.is_stack(name):
                 if name == joined[0]:
                     hf_state[names[0]] = torch.cat([state[key].transpose(1, 2) for key in joined], dim=1)
@@ -251,6 +266,9 @@ class TensorMap:
                 continue
             if self.is_interleaved(names[0]):
                 ours |= {name: value[..., column :: len(names)] for column, name in enumerate(names)}
+                continue
+            if self.has_joined_columns(names[0]):
+                ours |= dict(zip(names, value.chunk(len(names), dim=-1), strict=True))
                 continue
             if not value.dim():
                 ours[names[0]] = value
@@ -282,7 +300,7 @@ class TensorMap:
             return (shape[0] // len(self.hf_names(name)),)
         if self.is_stacked(name):
             return shape[2], shape[1]
-        if self.is_interleaved(name):
+        if self.is_interleaved(name) or self.has_joined_columns(name):
             return *shape[:-1], len(self.joined_names(name)) * shape[-1]
         if self.is_stack(name):
             return shape[0], len(self.joined_names(name)) * shape[2], shape[1]
@@ -308,6 +326,10 @@ class TensorMap:
     def is_interleaved(self, name: str) -> bool:
         """Return True if the tensor's columns alternate with others' in the HF format."""
         return _within_layer(name) in self.interleaved
+
+    def has_joined_columns(self, name: str) -> bool:
+        """Return True if the tensor's columns follow or precede others' in the HF format."""
+        return _within_layer(name) in self.joined_columns
 
     def is_reordered(self, name: str) -> bool:
         """Return True if the tensor's rows are in another order in the HF format."""

@@ -31,6 +31,7 @@ _QWEN2_VL |= {"max_window_layers": 80}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8) | {TIED: True},
     "llama": _sizes(32000, 4096, 11008, 32, 32),
+    "llama4_text": _sizes(202048, 5120, 8192, 48, 40),
     "ministral3": _sizes(131072, 4096, 14336, 34, 32),
     "mistral": _sizes(32000, 4096, 14336, 32, 32),
     "mistral4": {},
@@ -84,6 +85,7 @@ WRAPPERS = {
     "idefics3": Wrapper("llama", prefixes=_IDEFICS),
     "internvl": Wrapper("qwen2", True),
     "lighton_ocr": Wrapper("qwen3", True, prefixes=_PARTED),
+    "llama4": Wrapper("llama4_text"),
     "llava": Wrapper("llama", or_text_tied=True),
     "llava_next": Wrapper("llama"),
     "llava_next_video": Wrapper("llama", or_text_tied=True),

@@ -168,7 +168,7 @@ CONFIGS = {
 }
 """By name. Functions that differ in kernels alone have one recipe."""
 REFUSED = {
-    "llama4": "Llama 4 is not in this version",
+    "llama4": 'its sizes are not translated; write a job with model.name = "llama4" and flavor scout or maverick',
     "qwen3_5|qwen35|kimi_vl|kimi_k2_5_debug|muse_glimmer|flux": "models of images are not in this version",
     "kimi|moonlight": "its optimizer, Muon with updates of AdamW's size, is not in this version",
     "mxfp8|nvfp4": "training.float8 has the formats of 8 bits; those with scales of blocks are not supported",

@@ -30,9 +30,10 @@ MASKED = ("_flex_attn", "_flex", "_varlen_attn", "_varlen")
 _LLAMA3 = ("llama", "llama3", "llama3_ft", "llama3_simple_fsdp")
 EXPERIMENTS = ("simple_fsdp.", "compiler_toolkit.", "autoparallel.", "auto_parallel.")
 """Prefixes of a model's name, for other ways to run the same model."""
+_LLAMA4 = 'its sizes are not translated; write a job with model.name = "llama4" and flavor scout or maverick'
 NOT_HERE = {
-    "llama4": "Llama 4 is not in this version",
-    "llama4_simple_fsdp": "Llama 4 is not in this version",
+    "llama4": _LLAMA4,
+    "llama4_simple_fsdp": _LLAMA4,
     "gpt_oss": 'its sizes are not translated; write a job with model.name = "gpt_oss" and flavor 20B or 120B',
     "flux": "models of images (flux, vlm) are not in this version",
     "vlm": "models of images (flux, vlm) are not in this version",

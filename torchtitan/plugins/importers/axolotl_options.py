@@ -133,7 +133,7 @@ MODEL: dict[str, Setting] = {
     "model_quantization_config_kwargs": Setting("table"),
     "reinit_weights": Setting("bool"),
     "torch_compile_mode": _note("text", "blocks are compiled in the default mode"),
-    "llama4_linearized_experts": _refusal("bool", "folders with separate experts of Llama 4 are not read"),
+    "llama4_linearized_experts": _note("bool", "folders with separate experts are read too"),
     "use_onebitllms": _refusal("bool", "training for a model of one or two bits is not supported"),
     "num_labels": Setting("int"),
     "center_rewards_coefficient": Setting("float", least=0),
