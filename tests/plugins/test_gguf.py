@@ -257,6 +257,150 @@ def test_tensors_and_numbers_of_further_families(tmp_path, family):
         assert fields[f"{architecture}.{name}"] == pytest.approx(number), name
 
 
+NORMED = "dim=128, n_heads=4, n_kv_heads=2, ffn_dim=192, vocab_size=2400"
+HYBRID = "dim=128, n_heads=4, n_kv_heads=2, head_dim=32, vocab_size=2400"
+L0, L1 = "model.layers.0.", "model.layers.1."
+
+
+def joint_rows(groups, name):
+    """Return queries, keys and values, each of all heads, of a matrix that has them by head."""
+
+    def rows(of):
+        by_head = of[name].unflatten(0, (groups, -1, 32))
+        return torch.cat([part.flatten(0, 2) for part in (by_head[:, :-2], by_head[:, -2:-1], by_head[:, -1:])])
+
+    return rows
+
+
+def half_of(name, second):
+    return lambda of: of[name].chunk(2, dim=-2)[second]
+
+
+RENUMBERED = {  # family -> sizes, llama.cpp's name, tensors from those of transformers, numbers
+    "gemma": (DENSE, "gemma", {"blk.1.attn_norm": lambda of: of[L1 + "input_layernorm.weight"] + 1}, {}),
+    "arcee": (
+        NORMED,
+        "arcee",
+        {
+            "blk.1.ffn_up": lambda of: of[L1 + "mlp.up_proj.weight"],
+            "blk.1.attn_q": lambda of: adjacent_rows(of[L1 + "self_attn.q_proj.weight"], 4),
+        },
+        {"attention.layer_norm_rms_epsilon": 1e-5},
+    ),
+    "starcoder2": (
+        NORMED + ", sliding_window=48",
+        "starcoder2",
+        {"blk.1.ffn_down": lambda of: of[L1 + "mlp.c_proj.weight"]},
+        {"attention.layer_norm_epsilon": 1e-5, "context_length": 48},
+    ),
+    "stablelm": (
+        NORMED + ", rotary_dim=16, qk_norm=true, side_by_side=true",
+        "stablelm",
+        {
+            "blk.1.attn_k_norm": lambda of: torch.stack(
+                [of[f"{L1}self_attn.k_layernorm.norms.{head}.weight"] for head in range(2)]
+            )
+        },
+        {"use_parallel_residual": True, "rope.dimension_count": 16},
+    ),
+    "phi": (NORMED, "phi2", {"blk.1.attn_output": lambda of: of[L1 + "self_attn.dense.weight"]}, {}),
+    "gpt_neox": (
+        NORMED.replace("heads=2", "heads=4") + ", rotary_dim=8, rope_theta=5000.0",
+        "gptneox",
+        {"blk.1.attn_qkv": joint_rows(4, "gpt_neox.layers.1.attention.query_key_value.weight")},
+        {"use_parallel_residual": True, "rope.dimension_count": 8, "rope.freq_base": 5000.0},
+    ),
+    "falcon": (
+        "dim=128, n_heads=4, n_kv_heads=2, vocab_size=2400, norms=2",
+        "falcon",
+        {
+            "blk.1.attn_qkv": joint_rows(2, "transformer.h.1.self_attention.query_key_value.weight"),
+            "blk.1.attn_norm_2": lambda of: of["transformer.h.1.ln_attn.weight"],
+        },
+        {"attention.head_count_kv": 2, "feed_forward_length": 768},
+    ),
+    "cohere": (
+        DENSE,
+        "command-r",
+        {"blk.1.attn_q": lambda of: of[L1 + "self_attn.q_proj.weight"]},
+        {"logit_scale": 0.0625},
+    ),
+    "cohere2": (
+        DENSE + ", sliding_window=16, global_interval=4",
+        "cohere2",
+        {"blk.1.attn_q": lambda of: of[L1 + "self_attn.q_proj.weight"]},
+        {"attention.sliding_window": 16, "logit_scale": 0.25},
+    ),
+    "nemotron": (
+        DENSE + ", rotary_dim=16",
+        "nemotron",
+        {
+            "blk.1.ffn_norm": lambda of: of[L1 + "post_attention_layernorm.weight"] + 1,
+            "output_norm": lambda of: of["model.norm.weight"] + 1,
+        },
+        {"rope.dimension_count": 16},
+    ),
+    "hunyuan_v1_dense": (
+        DENSE,
+        "hunyuan-dense",
+        {"blk.1.attn_q_norm": lambda of: of[L1 + "self_attn.query_layernorm.weight"]},
+        {},
+    ),
+    "lfm2": (
+        DENSE + ", layer_pattern='C*'",
+        "lfm2",
+        {"blk.0.shortconv.conv": lambda of: of[L0 + "conv.conv.weight"].squeeze(1)},
+        {"attention.head_count_kv": [0, 2], "shortconv.l_cache": 3},
+    ),
+    "lfm2_moe": (
+        HYBRID + ", layer_pattern='C*', n_dense_layers=1",
+        "lfm2moe",
+        {"blk.1.ffn_up_exps": half_of(L1 + "feed_forward.experts.gate_up_proj", 1)},
+        {"attention.head_count_kv": [0, 2], "expert_gating_func": 2, "leading_dense_block_count": 1},
+    ),
+    "granite4": (
+        HYBRID + ", layer_pattern='M*', ssm_heads=8, rotary=true",
+        "granitehybrid",
+        {
+            "blk.0.ssm_a": lambda of: -of[L0 + "mamba.A_log"].exp()[:, None],
+            "blk.1.attn_q": lambda of: adjacent_rows(of[L1 + "self_attn.q_proj.weight"], 4),
+            "blk.1.ffn_gate_exps": half_of(L1 + "block_sparse_moe.experts.gate_up_proj", 0),
+            "blk.1.ffn_up_shexp": half_of(L1 + "shared_mlp.input_linear.weight", 1),
+        },
+        {"attention.head_count_kv": [0, 2], "ssm.inner_size": 256, "rope.scaling.finetuned": True},
+    ),
+}
+
+
+def adjacent_rows(rows, heads):
+    """Return the rows of each head in the order 0, half, 1, half + 1 and so on."""
+    head_dim = len(rows) // heads
+    order = [number for i in range(head_dim // 2) for number in (i, i + head_dim // 2)]
+    return rows.unflatten(0, (heads, head_dim))[:, order].flatten(0, 1)
+
+
+SIZES |= {family: sizes for family, (sizes, *_) in RENUMBERED.items()}
+
+
+@pytest.mark.parametrize("family", RENUMBERED)
+def test_tensors_of_families_with_their_own_names(tmp_path, family):
+    """Log-probabilities were compared with llama.cpp's by hand (docs/checkpoints.md)."""
+    from transformers import AutoModelForCausalLM
+
+    _, architecture, expected, numbers = RENUMBERED[family]
+    job, _, files = write_folder(tmp_path / "hf", family)
+    GGUFExport(files, job.tokenizer()).write(tmp_path / "hf", tmp_path / "gguf", "a model")
+    tensors, fields = read_file(tmp_path / "gguf" / "model.gguf")
+    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).state_dict()
+    for name, made in expected.items():
+        numpy.testing.assert_array_equal(
+            tensors[f"{name}.weight" if "ssm_a" not in name else name].data, made(reference)
+        )
+    assert fields["general.architecture"] == architecture
+    for name, number in numbers.items():
+        assert fields[f"{architecture}.{name}"] == pytest.approx(number), name
+
+
 def test_scaled_rotary_angles_are_factors_of_the_frequencies(tmp_path):
     """transformers computes the frequencies that they divide the plain ones to."""
     from transformers import AutoConfig
@@ -489,6 +633,14 @@ def test_models_that_llama_cpp_computes_differently_are_refused_before_anything_
         ("qwen3_next", {"norm_topk_prob": False}, "norm_topk_prob = False; allowed: True"),
         ("seed_oss", {"mlp_bias": True}, "mlp_bias = True; allowed: False"),
         ("deepseek", {"q_lora_rank": None}, "num_hidden_layers = 2; allowed: 27"),
+        ("deepseek", {"num_nextn_predict_layers": 1}, "num_nextn_predict_layers = 1; allowed: 0"),
+        ("starcoder2", {"use_bias": False}, "use_bias = False; allowed: True"),
+        ("phi", {"qk_layernorm": True}, "qk_layernorm = True; allowed: False"),
+        ("gpt_neox", {"attention_bias": False}, "attention_bias = False; allowed: True"),
+        ("falcon", {"bias": True}, "bias = True; allowed: False"),
+        ("cohere2", {"layer_types": ["full_attention"] * 2}, "allowed: ['sliding_attention', 'sliding_attention']"),
+        ("lfm2_moe", {"routed_scaling_factor": 2.0}, "routed_scaling_factor = 2.0; allowed: 1.0"),
+        ("granite4", {"mamba_proj_bias": True}, "mamba_proj_bias = True; allowed: False"),
     ):
         _, _, of_family = write_folder(tmp_path / family, family)
         assert message in refused(**json.loads(of_family["config.json"]) | changes)

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torchtitan.models.hf.layer_kinds import every_nth
+from torchtitan.models.hf.layer_kinds import FULL, every_nth
 from torchtitan.plugins.gguf.layouts import (
     Layout,
     adjacent_pairs,
@@ -16,8 +16,12 @@ from torchtitan.plugins.gguf.layouts import (
     falcon_h1,
     gpt2,
     gpt_oss,
+    granite_hybrid,
+    joint_by_head,
     latent,
     plain,
+    short_convolution,
+    stacked_norms,
 )
 
 Config = Mapping[str, Any]
@@ -97,6 +101,7 @@ def _only_deepseek(config: Config) -> Config:
     if rope := config.get("rope_scaling"):
         fast = 32.0 if rope["beta_fast"] == rope["beta_slow"] else rope["beta_fast"]
         only["rope_scaling"] = rope | {"mscale": rope["mscale_all_dim"], "beta_fast": fast}
+    only["num_nextn_predict_layers"] = 0
     return only | ({"n_group": 1} if config["model_type"] == "deepseek_v2" else {})
 
 
@@ -135,12 +140,48 @@ def _falcon_h1(config: Config) -> Config:
     return {} if alike else {"tie_word_embeddings": False}
 
 
+_LAYER_NORM, _LOGITS = {"layer_norm_eps": "layer_norm_eps"}, {"logit_scale": "logit_scale"}
+_PARALLEL = {"parallel_residual": "use_parallel_residual"}
+_LFM2 = {"layer_norm_rms_eps": "norm_eps", "shortconv_l_cache": "conv_L_cache"}
+_LFM2_EXPERTS = _LFM2 | _EXPERTS | _EXPERT_WIDTH | {"leading_dense_block_count": "num_dense_layers"}
+_GRANITE_STATE = {"ssm_conv_kernel": "mamba_d_conv", "ssm_state_size": "mamba_d_state"}
+_GRANITE_STATE |= {"ssm_group_count": "mamba_n_groups", "ssm_time_step_rank": "mamba_n_heads"}
+_GRANITE_STATE |= {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_GPT_NEOX = {"num_key_value_heads": "num_attention_heads", "rope_theta": "rotary_emb_base"}
+_GPT_NEOX |= {"partial_rotary_factor": "rotary_pct"}
+_ROTARY_FALCON = {"alibi": False, "bias": False, "parallel_attn": True}
+_FALCON_KEYS = {"num_key_value_heads": "num_kv_heads", "intermediate_size": "ffn_hidden_size"}
+_EPSILON = {"layer_norm_eps": "layer_norm_epsilon"}
 _GPT2 = {"hidden_size": "n_embd", "num_hidden_layers": "n_layer", "num_attention_heads": "n_head"}
 _GPT2 |= {"num_key_value_heads": "n_head", "max_position_embeddings": "n_positions"}
 
 
 def _gpt2(config: Config) -> Config:
     return {"feed_forward_length": config.get("n_inner") or 4 * config["n_embd"]}
+
+
+def _key_heads(config: Config) -> Config:
+    """Return the key heads of each layer; none where it has a state in place of attention."""
+    attends = [kind == FULL for kind in config["layer_types"]]
+    return {"head_count_kv": [config["num_key_value_heads"] * attention for attention in attends]}
+
+
+def _lfm2_moe(config: Config) -> Config:
+    import gguf
+
+    return _key_heads(config) | {"expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
+
+
+def _granite_hybrid(config: Config) -> Config:
+    """Return the sizes of the state, and whether attention is rotated."""
+    heads, has_experts = config["mamba_n_heads"], config["num_local_experts"] > 0
+    fields = {"ssm_inner_size": heads * config["mamba_d_head"]}
+    fields["rope_scaling_finetuned"] = config["position_embedding_type"] == "rope"
+    if has_experts:
+        fields["expert_shared_feed_forward_length"] = config["shared_intermediate_size"]
+    else:
+        fields["feed_forward_length"] = config["shared_intermediate_size"]
+    return _key_heads(config) | fields
 
 
 def _delta_net(config: Config) -> Config:
@@ -215,12 +256,52 @@ ARCHITECTURES = {
     "qwen3_5_text": Architecture("qwen35", parts=delta_net, fields=_DELTA, fields_of=_delta_net),
     "qwen3_5_moe_text": Architecture("qwen35moe", parts=delta_net, fields=_DELTA_EXPERTS, fields_of=_delta_net),
     "falcon_h1": Architecture("falcon-h1", parts=falcon_h1, only=_NO_BIASES | _FALCON, only_by=_falcon_h1, fields=_SSM),
-    "gpt2": Architecture(
-        "gpt2", parts=gpt2, fields={"layer_norm_eps": "layer_norm_epsilon"}, fields_of=_gpt2, aliases=_GPT2
-    ),
+    "gpt2": Architecture("gpt2", parts=gpt2, fields=_EPSILON, fields_of=_gpt2, aliases=_GPT2),
     "ministral3": Architecture(
         "mistral3", parts=adjacent_pairs, fields_of=_ministral, scalings=("yarn",), window="context"
     ),
     "glm4_moe": Architecture("glm4moe", only={"n_group": 1, "topk_group": 1}, fields=_GLM),
+    "gemma": Architecture("gemma", only=_NO_BIASES, parts=centered_norms),
+    "arcee": Architecture("arcee", only=_NO_BIASES, parts=adjacent_pairs, scalings=("yarn",)),
+    "starcoder2": Architecture(
+        "starcoder2", only={"use_bias": True}, fields={"layer_norm_eps": "norm_epsilon"}, window="context"
+    ),
+    "stablelm": Architecture("stablelm", fields=_LAYER_NORM | _PARALLEL, parts=stacked_norms),
+    "phi": Architecture("phi2", only={"qk_layernorm": False}, fields=_LAYER_NORM),
+    "gpt_neox": Architecture(
+        "gptneox",
+        parts=joint_by_head,
+        only={"attention_bias": True},
+        fields=_LAYER_NORM | _PARALLEL,
+        aliases=_GPT_NEOX,
+    ),
+    "falcon": Architecture("falcon", parts=joint_by_head, only=_ROTARY_FALCON, fields=_EPSILON, aliases=_FALCON_KEYS),
+    "cohere": Architecture("command-r", only=_NO_BIASES, fields=_LAYER_NORM | _LOGITS),
+    "cohere2": Architecture(
+        "cohere2",
+        only=_NO_BIASES,
+        only_by=lambda config: {"layer_types": every_nth(config["num_hidden_layers"], 4)},
+        fields=_LAYER_NORM | _LOGITS,
+        window="field",
+    ),
+    "nemotron": Architecture("nemotron", only=_NO_BIASES, fields={"layer_norm_eps": "norm_eps"}, parts=centered_norms),
+    "lfm2": Architecture(
+        "lfm2", parts=short_convolution, only={"conv_bias": False}, fields=_LFM2, fields_of=_key_heads
+    ),
+    "lfm2_moe": Architecture(
+        "lfm2moe",
+        parts=short_convolution,
+        only={"conv_bias": False, "norm_topk_prob": True, "use_expert_bias": True, "routed_scaling_factor": 1.0},
+        fields=_LFM2_EXPERTS,
+        fields_of=_lfm2_moe,
+    ),
+    "granitemoehybrid": Architecture(
+        "granitehybrid",
+        parts=granite_hybrid,
+        only={"attention_bias": False, "mamba_proj_bias": False, "mamba_conv_bias": True},
+        fields=_GRANITE | _GRANITE_STATE,
+        fields_of=_granite_hybrid,
+    ),
+    "hunyuan_v1_dense": Architecture("hunyuan-dense", only=_NO_BIASES),
 }
 """By model_type of config.json."""

@@ -37,8 +37,8 @@ TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
 ROUNDED = "not the same: llama.cpp blends YaRN's wavelengths between whole features (0.009 in log-probabilities)"
 GROWTH = "llama_4_scaling_beta"
-_EXPERT = re.compile(r"(.*\.experts)\.(\d+)\.(.*)")
-FLOAT32 = ("_inp", "ssm_conv1d", "ssm_a", "ssm_d", "position_embd")
+_EXPERT = re.compile(r"(.*\.(?:experts|norms))\.(\d+)\.(.*)")
+FLOAT32 = ("_inp", "_norm", "conv1d", "shortconv.conv", "ssm_a", "ssm_d", "position_embd")
 """Parts of the names of matrices that llama.cpp expects in float32, as vectors and biases are."""
 
 

@@ -6,6 +6,7 @@ It is applied to tensors without storage too, for their shapes.
 
 import re
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,6 +112,20 @@ def delta_net(name: str, config: Mapping[str, Any]) -> list[tuple[str, Convert]]
     return [(name.replace("dt_bias", "dt_proj.bias"), conversions.get(part, _same))]
 
 
+_STATE = re.compile(r".*\.mamba\.(conv1d\.weight|A_log|D|norm\.weight|dt_bias)")
+
+
+def _state(part: str, groups: int) -> Convert:
+    """Return what becomes of a part of a Mamba 2 layer."""
+    conversions: dict[str, Convert] = {
+        "conv1d.weight": lambda taps: taps.squeeze(1),
+        "A_log": lambda rates: -rates.exp()[:, None],
+        "D": lambda weight: weight[:, None],
+        "norm.weight": lambda weight: weight.unflatten(0, (groups, -1)),
+    }
+    return conversions.get(part, _same)
+
+
 def falcon_h1(name: str, config: Mapping[str, Any]) -> list[tuple[str, Convert]]:
     """Falcon-H1's factors are in the weights."""
     inner, groups = config["mamba_d_ssm"], config["mamba_n_groups"]
@@ -125,21 +140,63 @@ def falcon_h1(name: str, config: Mapping[str, Any]) -> list[tuple[str, Convert]]
         parts = zip(rows.split(widths), config["ssm_multipliers"], strict=True)
         return torch.cat([part * (factor * config["ssm_in_multiplier"]) for part, factor in parts])
 
-    conversions: dict[str, Convert] = {
-        "mamba.in_proj.weight": scaled_inputs,
-        "mamba.conv1d.weight": lambda taps: taps.squeeze(1),
-        "mamba.A_log": lambda rates: -rates.exp()[:, None],
-        "mamba.D": lambda weight: weight[:, None],
-        "mamba.norm.weight": lambda weight: weight.unflatten(0, (groups, -1)),
-    }
-    for end, convert in conversions.items():
-        if name.endswith(end):
-            return [(name, convert)]
+    if name.endswith("mamba.in_proj.weight"):
+        return [(name, scaled_inputs)]
+    if match := _STATE.fullmatch(name):
+        return [(name.replace("dt_bias", "dt_proj.bias"), _state(match[1], groups))]
     factor = factors.get(name.split(".")[-2], 1.0)
-    return [(name.replace("dt_bias", "dt_proj.bias"), lambda matrix: matrix * factor if factor != 1 else matrix)]
+    return [(name, lambda matrix: matrix * factor if factor != 1 else matrix)]
 
 
 def gpt2(name: str, config: Mapping[str, Any]) -> list[tuple[str, Convert]]:
     """Matrices of GPT-2's layers are [in, out] in a folder."""
     is_matrix = ".h." in name and name.endswith(".weight") and ".ln_" not in name
     return [(name, (lambda matrix: matrix.T) if is_matrix else _same)]
+
+
+def joint_by_head(name: str, config: Mapping[str, Any]) -> list[tuple[str, Convert]]:
+    """A joint matrix has queries, key and value of a key head next to each other; llama.cpp has all queries first."""
+    if ".query_key_value." not in name:
+        return plain(name, config)
+    heads, groups = config["num_attention_heads"], config["num_key_value_heads"]
+
+    def queries_first(rows: torch.Tensor) -> torch.Tensor:
+        by_head = rows.unflatten(0, (groups, heads // groups + 2, -1))
+        return torch.cat([part.flatten(0, 2) for part in (by_head[:, :-2], by_head[:, -2:-1], by_head[:, -1:])])
+
+    return [(name, queries_first)]
+
+
+def stacked_norms(name: str, config: Mapping[str, Any]) -> list[tuple[str, Convert]]:
+    """Norms of queries and keys, one a head, are a matrix."""
+    return [(name.replace("_layernorm.norms", "_layernorm"), _same)]
+
+
+def short_convolution(name: str, config: Mapping[str, Any]) -> list[tuple[str, Convert]]:
+    """LFM 2 has taps [features, 1, taps], and experts under the names of a feed-forward."""
+    if name.endswith("conv.conv.weight"):
+        return [(name, lambda taps: taps.squeeze(1))]
+    for ours, part in (("w1", "gate"), ("w2", "down"), ("w3", "up")):
+        name = name.replace(f".experts.{ours}", f".experts.{part}_proj")
+    return [(name.replace("expert_bias", "expert_bias.bias"), _same)]
+
+
+def granite_hybrid(name: str, config: Mapping[str, Any]) -> list[tuple[str, Convert]]:
+    """Gate and what it multiplies are one matrix in Granite 4, of experts [experts, 2 out, in]."""
+    if match := _STATE.fullmatch(name):
+        return [(name.replace("dt_bias", "dt_proj.bias"), _state(match[1], config["mamba_n_groups"]))]
+    parts = {"input_linear": ("gate", "up"), "output_linear": ("down",)}
+    for joint, ends in parts.items():
+        if name.endswith(f"{joint}.weight"):
+            block, _, part = name.partition(".block_sparse_moe.")
+            room = "mlp.experts" if part else "mlp" if not config["num_local_experts"] else "mlp.shared_experts"
+            block = block.removesuffix(f".shared_mlp.{joint}.weight")
+            return [
+                (f"{block}.{room}.{end}_proj.weight", partial(_chunk, number=len(ends), place=place))
+                for place, end in enumerate(ends)
+            ]
+    return adjacent_pairs(name, config)
+
+
+def _chunk(matrix: torch.Tensor, number: int, place: int) -> torch.Tensor:
+    return matrix.chunk(number, dim=-2)[place]
