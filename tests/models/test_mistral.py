@@ -92,6 +92,15 @@ def test_what_the_config_of_one_whose_queries_grow_leaves_out_is_as_in_transform
     assert (ours.norm_eps, ours.max_seq_len) == (hf_config.rms_norm_eps, hf_config.max_position_embeddings)
 
 
+def test_a_growing_model_has_no_default_of_its_rotary_base():
+    """transformers fails without it."""
+    config = HF.config_to_hf(dataclasses.replace(WINDOW, query_growth=0.1))
+    table = config["rope_parameters"]
+    assert HF.config.args_from_config(config).rope_theta == table.pop("rope_theta")
+    with pytest.raises(JobError, match="has no rope_theta"):
+        HF.config.args_from_config(config)
+
+
 @pytest.mark.parametrize("shape", SHAPES)
 def test_state_dicts_go_both_ways(shape):
     check_names_convert_both_ways(build(Mistral, SHAPES[shape]), HF)

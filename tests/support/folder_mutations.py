@@ -20,6 +20,8 @@ from torchtitan.models.spec import MODELS, HuggingFace
 
 TOLERANCE = 1e-4
 """Of the largest logit: both compute in float32. A mutation that matters changes logits by more than 1 %."""
+UNLISTED = {"mistral4": transformers.Mistral4ForCausalLM}
+"""Models that AutoModelForCausalLM does not know."""
 COEFFICIENT = "router_aux_loss_coef"
 LENGTH = 24
 """Tokens; more than the windows of the tiny models, and positions at which rotary scaling tells."""
@@ -211,11 +213,10 @@ class ReferenceFailure(Exception):
 @torch.no_grad()
 def reference_logits(folder: Path, model_type: str, tokens: torch.Tensor) -> torch.Tensor:
     kind = AutoModelForMaskedLM if model_type == "roberta" else AutoModelForCausalLM
-    kind = AutoModelForMultimodalLM if model_type in WRAPPERS else kind
+    kind = AutoModelForMultimodalLM if model_type in WRAPPERS else UNLISTED.get(model_type, kind)
     try:
         config = AutoConfig.from_pretrained(folder)
-        if "moe" in model_type or model_type in ("mixtral", "gpt_oss", "deepseek_v2", "deepseek_v3"):
-            config._experts_implementation = "eager"
+        config._experts_implementation = "eager"  # of models that have experts
         model, report = kind.from_pretrained(
             folder, config=config, dtype=torch.float32, output_loading_info=True, local_files_only=True
         )
