@@ -148,6 +148,8 @@ FAMILIES = {
     "lfm2_moe": "lfm2_moe",
     "nemotron_h": "nemotron_h",
     "mistral4": "mistral4",
+    "minimax_m2": "minimax_m2",
+    "afmoe": "afmoe",
 }
 
 

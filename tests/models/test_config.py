@@ -207,6 +207,12 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         (*DECODER[1:], "q_lora_rank", "routed_scaling_factor", "partial_rotary_factor"),
         ("q_lora_rank",),
     ),
+    "minimax_m2": ((*DECODER, "head_dim", "rotary_dim", "partial_rotary_factor"), ("rotary_dim",)),
+    "afmoe": (
+        (*DECODER, "head_dim", "num_shared_experts", "num_dense_layers", "route_scale", "sliding_window")
+        + ("global_attn_every_n_layers",),
+        DECODER[:1],
+    ),
     "mistral4": (
         (*DECODER[:-1], "q_lora_rank", "kv_lora_rank", "n_shared_experts", "routed_scaling_factor", "n_group")
         + ("topk_group", "first_k_dense_replace", "intermediate_size", "num_experts_per_tok"),

@@ -87,6 +87,7 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("glm4_moe", "355B-A32B"): 352_797_814_784,
     ("glm4_moe_lite", "30B-A3B"): 29_943_390_976,
     ("mistral4", "Small-119B"): 118_972_826_624,
+    ("minimax_m2", "230B-A10B"): 228_689_748_992,  # without multi-token prediction and the biases of experts
     ("falcon", "7B"): 6_921_720_704,
     ("falcon", "40B"): 41_303_293_952,
     ("cohere", "aya-8B"): 8_028_033_024,
@@ -141,6 +142,7 @@ ACTIVE = {  # parameters that one token uses
     ("glm4_moe", "355B-A32B"): 33_632_251_904,
     ("glm4_moe_lite", "30B-A3B"): 3_896_763_136,
     ("mistral4", "Small-119B"): 6_632_588_288,
+    ("minimax_m2", "230B-A10B"): 11_030_537_216,
     ("qwen2_moe", "A2.7B"): 2_689_173_504,
     ("qwen2_moe", "57B-A14B"): 14_249_270_784,
     ("mixtral", "8x7B"): 12_879_925_248,

@@ -68,6 +68,8 @@ LATENT = {"n_layers": 3, "n_heads": 2, "vocab_size": 256, "ffn_dim": 128, "kv_lo
         ("glm4_moe", {"n_layers": 3, "vocab_size": 256}),
         ("glm4_moe_lite", LATENT | {"q_lora_rank": 96}),
         ("mistral4", LATENT | {"q_lora_rank": 96}),
+        ("minimax_m2", {"n_layers": 2, "vocab_size": 256}),
+        ("afmoe", {"n_layers": 3, "vocab_size": 256, "sliding_window": 64}),
         ("qwen3_moe", {"n_layers": 2, "vocab_size": 256, "top_k": 8, "tied_embeddings": True}),
     ],
 )

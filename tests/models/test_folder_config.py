@@ -165,6 +165,15 @@ PUBLISHED = {
     "glm4_moe": {"num_nextn_predict_layers": 1, "rope_scaling": None},
     "glm4_moe_lite": {"num_nextn_predict_layers": 1, "rope_scaling": None, "topk_method": "noaux_tc"}
     | {"first_k_dense_replace": 2, "partial_rotary_factor": 1.0, "attention_bias": False, "attention_dropout": 0.0},
+    # MiniMax-M2
+    "minimax_m2": {"attn_type_list": [1, 1], "layernorm_full_attention_beta": 1.0, "layernorm_mlp_beta": 1.0}
+    | {"layernorm_linear_attention_beta": 1.0, "mlp_intermediate_size": 8192, "mtp_transformer_layers": 1}
+    | {"num_mtp_modules": 3, "qk_norm_type": "per_layer", "scoring_func": "sigmoid", "shared_intermediate_size": 0}
+    | {"shared_moe_mode": "sigmoid", "use_mtp": True, "use_qk_norm": True, "use_routing_bias": True}
+    | {"router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0, "sliding_window": None, "attention_dropout": 0.0},
+    "afmoe": {"load_balance_coeff": 0.0005, "n_group": 1, "num_expert_groups": 1, "num_limited_groups": 1}
+    | {"route_norm": True, "score_func": "sigmoid", "topk_group": 1, "use_grouped_mm": True, "rope_scaling": None}
+    | {"attention_dropout": 0.0, "transformers_version": "4.57.1"},
     "mistral4": {"num_key_value_heads": 2, "pretraining_tp": 1, "attention_dropout": 0.0, "use_cache": True}
     | {"head_dim": 24, "qk_head_dim": 24},
     "qwen2_moe": {

@@ -315,7 +315,7 @@ def families_with_experts() -> list[Combination]:
         overlap = dict(schedule="DualPipeV", overlap=True)
         rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **exact, **overlap)]
         rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model=model, adapter="lora", recompute="full")]
-    for model in ("glm4_moe_lite", "mistral4"):
+    for model in ("glm4_moe_lite", "mistral4", "minimax_m2", "afmoe"):
         exact = dict(model=model, microbatch_size=1)
         rows += [Combination(**LAYOUTS["DDP 2"], **exact), Combination(**COMPOSED["PP 2"], **exact)]
         rows += [

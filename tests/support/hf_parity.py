@@ -39,7 +39,7 @@ _MEMORY_EXPERTS = {"w1": "gate_proj", "w2": "down_proj", "w3": "up_proj"}
 _BY_LETTER = {f".{stored}.weight": f".{name}.weight" for stored, name in _MEMORY_EXPERTS.items()}
 MEMORY_NAMES = {
     "GPTNeoXArgs": {"^embed_out": "lm_head"},
-    "MixtralArgs": {"block_sparse_moe": "mlp"} | _BY_LETTER,
+    **dict.fromkeys(("MixtralArgs", "MiniMaxM2Args"), {"block_sparse_moe": "mlp"} | _BY_LETTER),
     "Lfm2MoEArgs": {rf"(experts\.\d+){key}": rf"\1{name}" for key, name in _BY_LETTER.items()},
     **dict.fromkeys(("NemotronHArgs", "NemotronHMoEArgs"), {"^backbone": "model"}),
     "Granite4MoEArgs": {
@@ -142,7 +142,7 @@ def compare(model, hf_model, hf, tolerance, length=40):
     (ours_logits * weight).sum().backward()
     (hf_logits * weight).sum().backward()
     gradients = to_memory_names(hf.to_hf({name: p.grad for name, p in model.named_parameters()}, args), args)
-    expected = {name: p.grad for name, p in hf_model.named_parameters()}
+    expected = {name: p.grad for name, p in hf_model.named_parameters() if p.requires_grad}
     assert set(gradients) == set(expected)
     norm = torch.linalg.vector_norm(torch.cat([g.flatten() for g in expected.values()]))
     for name, gradient in gradients.items():

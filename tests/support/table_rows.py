@@ -47,6 +47,9 @@ MICRO_SIZES = {
     **{name: dict(multiple_of=16, n_kv_heads=2) for name in ("llama3", "llama3.1", "llama3.2")},
     "deepseek": LATENT | dict(ffn_dim=64, expert_dim=32, aux_loss_weight=0.1),
     "glm4_moe_lite": LATENT | dict(ffn_dim=64, expert_dim=32, q_lora_rank=20),
+    "minimax_m2": dict(n_kv_heads=2, head_dim=16, rotary_dim=8, expert_dim=32),
+    "afmoe": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, expert_dim=32, sliding_window=7, global_interval=2)
+    | dict(scaled_embeddings=True),
     "mistral4": LATENT | dict(ffn_dim=64, expert_dim=32, q_lora_rank=20, query_growth=0.5, query_period=3),
     "gpt2": dict(ffn_dim=96, max_seq_len=32, dropout=0.25, attention_dropout=0.25),
     "falcon": dict(n_kv_heads=2, head_dim=16, rotary_dim=16, ffn_dim=96, norms=2, bias=True),

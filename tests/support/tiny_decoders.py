@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+from torchtitan.models.afmoe import AfmoeArgs
 from torchtitan.models.apertus import ApertusArgs
 from torchtitan.models.arcee import ArceeArgs
 from torchtitan.models.cohere import CohereArgs
@@ -22,6 +23,7 @@ from torchtitan.models.hunyuan import HunyuanArgs
 from torchtitan.models.lfm2 import Lfm2Args, Lfm2MoEArgs
 from torchtitan.models.llama import LlamaArgs
 from torchtitan.models.llama4 import ROUTING, Llama4Args
+from torchtitan.models.minimax_m2 import MiniMaxM2Args
 from torchtitan.models.mistral import MistralArgs
 from torchtitan.models.mistral4 import Mistral4Args
 from torchtitan.models.mixtral import MixtralArgs
@@ -219,6 +221,16 @@ _EXPERTS = {
         **_LATENT | dict(q_lora_rank=0, n_dense_layers=1, tied_embeddings=True, norm_eps=1e-5, rope_theta=5000.0),
         **dict(n_groups=4, top_groups=2, group_score="top2", route_scale=2.5, n_shared_experts=2),
         **dict(normalize_top_k=False, rope_scaling=YARN_EVEN, query_growth=0.0),
+    ),
+    "minimax_m2": MiniMaxM2Args(**_TINY_EXPERTS, rotary_dim=6),
+    "minimax_m2 tied": MiniMaxM2Args(
+        **_TINY_EXPERTS | dict(n_kv_heads=4, top_k=3), rotary_dim=16, tied_embeddings=True, rope_scaling=SCALING
+    ),
+    "afmoe": AfmoeArgs(**_TINY_EXPERTS | dict(n_layers=3), ffn_dim=48, sliding_window=5, global_interval=2),
+    "afmoe scaled, biased": AfmoeArgs(
+        **_TINY_EXPERTS | dict(dim=64, n_layers=3, top_k=3, n_kv_heads=4),  # with a square root that is exact
+        **dict(ffn_dim=48, n_dense_layers=0, sliding_window=5, global_interval=3, route_scale=2.5, n_shared_experts=2),
+        **dict(scaled_embeddings=True, attention_bias=True, tied_embeddings=True, rope_scaling=SCALING),
     ),
     "gpt_oss": _GPT_OSS,
     "gpt_oss without biases": replace(

@@ -12,6 +12,7 @@ from typing import Any
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.registry import Registry
+from torchtitan.models.afmoe import FAMILY as AFMOE
 from torchtitan.models.apertus import FAMILY as APERTUS
 from torchtitan.models.arcee import FAMILY as ARCEE
 from torchtitan.models.cohere import COHERES
@@ -36,6 +37,7 @@ from torchtitan.models.hunyuan import FAMILY as HUNYUAN
 from torchtitan.models.lfm2 import LFMS
 from torchtitan.models.llama import LLAMAS
 from torchtitan.models.llama4 import FAMILY as LLAMA4
+from torchtitan.models.minimax_m2 import FAMILY as MINIMAX_M2
 from torchtitan.models.mistral import FAMILY as MISTRAL
 from torchtitan.models.mistral4 import FAMILY as MISTRAL4
 from torchtitan.models.mixtral import FAMILY as MIXTRAL
@@ -58,6 +60,7 @@ from torchtitan.models.starcoder2 import FAMILY as STARCODER2
 
 FAMILIES: dict[str, Family] = {
     **LLAMAS,
+    "afmoe": AFMOE,
     "apertus": APERTUS,
     "arcee": ARCEE,
     **COHERES,
@@ -78,6 +81,7 @@ FAMILIES: dict[str, Family] = {
     **LFMS,
     "hunyuan_v1_dense": HUNYUAN,
     "llama4": LLAMA4,
+    "minimax_m2": MINIMAX_M2,
     "mistral": MISTRAL,
     "mistral4": MISTRAL4,
     "mixtral": MIXTRAL,

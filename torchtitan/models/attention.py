@@ -306,7 +306,7 @@ class GroupedQueryAttention(nn.Module):
     given for the last one. Scores are scaled by `query_scale` / sqrt(E).
     `growth`: see growth_of_queries. `sinks`: heads have one, see Sinks.
     `gated`: the output of each head is multiplied by the sigmoid of E further features of wq, which follow the head's
-    query (arXiv:2505.06708).
+    query (arXiv:2505.06708), or with `gate_matrix` of a matrix wg.
 
     Letters of the shapes: B samples, S tokens, D width, H query heads, K key/value heads, E = head_dim.
     """
@@ -325,6 +325,7 @@ class GroupedQueryAttention(nn.Module):
         gated: bool = False,
         by_head: bool = False,
         norms_rotated: bool = False,
+        gate_matrix: bool = False,
     ):
         super().__init__()
         assert query_scale == 1 or not norms_rotated, "a norm would undo the scale"
@@ -333,6 +334,7 @@ class GroupedQueryAttention(nn.Module):
         self.wq = nn.Linear(args.dim, (1 + gated) * args.n_heads * args.head_dim, bias)
         self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
         self.wv = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
+        self.wg = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False) if gate_matrix else None
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias if output_bias is None else output_bias)
         heads = (args.n_heads, args.num_kv_heads) if over_heads or by_head else (1, 1)
         norms = [qk_norm(n * args.head_dim, args.norm_eps) if qk_norm else None for n in heads]
@@ -344,11 +346,13 @@ class GroupedQueryAttention(nn.Module):
         """[B, S, D] -> [B, S, D]"""
         # -1 and not the number of heads: under tensor parallelism a rank has only some of them
         q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        gate = None if self.wg is None else self.wg(x)
         if self.over_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [B, S, H or K, E]
         if self.gated:
             q, gate = q.unflatten(-2, (-1, 2)).unbind(-2)
+            gate = gate.flatten(-2)
         if self.q_norm is not None and not self.over_heads and not self.norms_rotated:
             q, k = self.q_norm(q), self.k_norm(k)
         if self.query_scale != 1:
@@ -361,7 +365,7 @@ class GroupedQueryAttention(nn.Module):
             q = q * growth_of_queries(shared.positions, *self.growth)[..., None, None].to(q.dtype)
         sinks = None if self.sinks is None else self.sinks()
         y = run_attention(self.kernel, q, k, v, shared, sinks)
-        return self.wo(y * gate.flatten(-2).sigmoid() if self.gated else y)  # [B, S, D]
+        return self.wo(y if gate is None else y * gate.sigmoid())  # [B, S, D]
 
 
 def growth_of_queries(positions: torch.Tensor, growth: float, period: int, first: int = 0) -> torch.Tensor:

@@ -118,6 +118,7 @@ class GatedDecoder(Decoder):
             growth=(args.query_growth, args.query_period, 0),
             sinks=args.sinks,
             gated=args.attention_gate,
+            gate_matrix=args.gate_matrix,
             norms_rotated=args.qk_norm_rotated,
         )
 
@@ -152,16 +153,18 @@ def feed_forward_of(args: Any, bias: bool) -> nn.Module:
 
 QK_NORM = "attention.[qk]_norm"
 BY_HEAD = "attention.sinks"
+GATE_MATRIX = "attention.wg"
 ACTIVATION = "feed_forward.activation"
 POST_NORMS = ("attention_post_norm", "ffn_post_norm")
 DROPOUTS = ("attention_dropout", "ffn_dropout")
 PLAN = replace(
     DECODER_PLAN,
+    column=(*DECODER_PLAN.column, GATE_MATRIX),
     by_head=(BY_HEAD,),
     replicated=(QK_NORM, ACTIVATION),  # each rank has its own heads and features
     sequence=(*DECODER_PLAN.sequence, *POST_NORMS),
     keyed=DROPOUTS,
-    optional=(BY_HEAD, QK_NORM, ACTIVATION, "ffn_norm", *POST_NORMS, *DROPOUTS),
+    optional=(GATE_MATRIX, BY_HEAD, QK_NORM, ACTIVATION, "ffn_norm", *POST_NORMS, *DROPOUTS),
 )
 DROPPED_PLAN = replace(PLAN, with_embedding=("entrance",))
 """Of families with a size `embedding_dropout`."""

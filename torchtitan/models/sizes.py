@@ -131,7 +131,7 @@ QKV: Names = ("attention.wq", "attention.wk", "attention.wv")
 WO: Names = ("attention.wo",)
 FEED_FORWARD: Names = ("feed_forward.w1", "feed_forward.w2", "feed_forward.w3")
 STACK = "moe.experts"
-SPLIT = dict.fromkeys(("wq", "wk", "wv", "wkv_b", "w1", "w3", "tok_embeddings", HEAD), 0) | {"wo": 1, "w2": 1}
+SPLIT = dict.fromkeys(("wq", "wk", "wv", "wg", "wkv_b", "w1", "w3", "tok_embeddings", HEAD), 0) | {"wo": 1, "w2": 1}
 SPLIT |= dict.fromkeys(("delta_qkvz", "delta_ba", *(f"delta_{part}" for part in "qkvzba")), 0) | {"delta_out": 1}
 SPLIT |= dict.fromkeys(("ssm_z", "ssm_x", "ssm_dt"), 0) | {"ssm_out": 1}
 SPLIT |= dict.fromkeys(("short_b", "short_c", "short_x"), 0) | {"short_out": 1}
@@ -208,6 +208,7 @@ class GatedDecoderSizes:
     query_growth = 0.0  # after each `query_period` positions queries grow by this times ln(1 + number of periods)
     query_period = 1
     attention_gate = False  # heads' outputs times the sigmoid of features that wq has in addition
+    gate_matrix = False  # or that a matrix of its own makes, wg
     qk_norm = False  # norms of each head's queries and keys
     qk_norm_over_heads = False  # of all heads' at once
     qk_norm_by_head = False  # with weights for each head, and no biases
@@ -275,7 +276,8 @@ class GatedDecoderSizes:
 
     def attention_linears(self, layer: int) -> Sizes:
         """Return the linear layers of a layer's attention, or of what it has in its place."""
-        return grouped_attention(self.dim, self.n_heads, self.num_kv_heads, self.head_dim, self.attention_gate)
+        sizes = grouped_attention(self.dim, self.n_heads, self.num_kv_heads, self.head_dim, self.attention_gate)
+        return sizes | ({"attention.wg": sizes["attention.wq"]} if self.gate_matrix else {})
 
     def block_linears(self, layer: int) -> Sizes:
         return self.attention_linears(layer) | (gated if self.gate else ungated)("feed_forward", self.dim, self.ffn_dim)

@@ -167,9 +167,10 @@ class TensorMap:
     def with_stacks(self) -> "TensorMap":
         """Return the names and layouts in a folder that stacks experts (STACKS), which few families write."""
         stacks = {name for name, hf_name in self.layer_names.items() if hf_name in STACKS}
-        router = "block_sparse_moe.gate.weight"  # of Mixtral
+        router = ("block_sparse_moe.gate.weight", "block_sparse_moe.e_score_correction_bias")  # Mixtral's, MiniMax M2's
         names = {name: STACKS.get(hf_name, hf_name) for name, hf_name in self.layer_names.items()}
-        names = {name: "mlp.gate.weight" if hf_name == router else hf_name for name, hf_name in names.items()}
+        for hf_name in router:
+            names |= {name: hf_name.replace("block_sparse_moe", "mlp") for name in names if names[name] == hf_name}
         return replace(self, layer_names=names, stacks=self.stacks | stacks, _ours={})
 
     def other_layouts(self) -> list["TensorMap"]:

@@ -22,6 +22,7 @@ from torchtitan.models.moe import router
 from torchtitan.models.moe.layer import MoEBlock
 from torchtitan.models.sizes import STACK
 from torchtitan.models.spec import HuggingFace, ModelSpec
+from torchtitan.parallelisms.plan import ParallelPlan
 
 
 class ExpertDecoder(GatedDecoder):
@@ -30,7 +31,7 @@ class ExpertDecoder(GatedDecoder):
     @staticmethod
     def build_block(args: Any, layer: int, attention: nn.Module) -> ResidualBlock:
         if STACK in args.block_linears(layer):
-            return MoEBlock(args, attention, partial(norm_of(args), args.dim, args.norm_eps))
+            return MoEBlock(args, attention, partial(norm_of(args), args.dim, args.norm_eps), args.norm_order)
         return GatedDecoder.build_block(args, layer, attention)
 
 
@@ -50,6 +51,7 @@ def expert_spec(
     config: ConfigConverter,
     experts: Mapping[str, str] = ROUTER | EXPERTS,
     interleaved: frozenset[str] = frozenset(),
+    plan: ParallelPlan = PLAN,
 ) -> ModelSpec:
     """Return the spec of a family of decoders with experts.
 
@@ -57,4 +59,4 @@ def expert_spec(
     """
     names = partial(tensor_map, family_names=experts, interleaved=interleaved)
     hf = HuggingFace(build=build, tensor_map=names, config=config, is_ignored=is_after_layers)
-    return ModelSpec(build=build, plan=PLAN, hf=hf, flops_per_token=flops_per_token, balance=router)
+    return ModelSpec(build=build, plan=plan, hf=hf, flops_per_token=flops_per_token, balance=router)

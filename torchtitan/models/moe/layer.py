@@ -12,7 +12,7 @@ in one kernel if it supports the case; otherwise a loop over the experts does.
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -23,6 +23,7 @@ from torchtitan.models.decoder import ResidualBlock
 from torchtitan.models.layers import MLP, SwiGLU, autocast_dtype, autocast_off, squared_relu
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.moe.router import Gate, Router, count
+from torchtitan.models.sizes import NormOrder
 from torchtitan.parallelisms.steps import Notes, RoutedExperts, Segment, Stepwise
 
 _native = getattr(F, "grouped_mm", None)
@@ -298,7 +299,7 @@ class MoEBlock(ResidualBlock):
         args: MoEArgs,
         attention: nn.Module,
         norm: Callable[[], nn.Module] | None = None,
-        order: Literal["pre", "post"] = "pre",
+        order: NormOrder = "pre",
         dropout: float = 0.0,
     ):
         super().__init__(args, attention, norm, order, dropout)

@@ -29,6 +29,7 @@ PARAMETERS = "lora_target_parameters"
 FAMILIES = "torchtitan.models.spec:MODELS"
 """Resolved by name, as it needs torch."""
 RENAMED = frozenset(("deepseek", "glm4_moe", "glm4_moe_lite", "mixtral", "qwen2_moe", "qwen3_moe", "qwen3_next"))
+RENAMED |= {"afmoe", "minimax_m2"}
 """Families in which peft takes the names of single experts' matrices for the stacks (0.21)."""
 
 

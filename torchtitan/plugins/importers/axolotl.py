@@ -51,6 +51,7 @@ MODEL_TYPES |= {"gemma-3n": "gemma3n_text", "gemma-4": "gemma4_text", "medgemma"
 MODEL_TYPES |= {"-vision": "mllama", "qwen3-vl-30b-a3b": "qwen3_vl_moe", "qwen3-vl-235b-a22b": "qwen3_vl_moe"}
 MODEL_TYPES |= {"llava-v1.6-mistral": "mistral", "llava-1.5": "llama", "pixtral": "mistral", "magistral": "mistral"}
 MODEL_TYPES |= {"smolvlm": "llama", "voxtral": "llama", "falcon-h1": "falcon_h1", "mistral-small-4": "mistral4"}
+MODEL_TYPES |= {"minimax-m2": "minimax_m2"}
 MODEL_TYPES |= {"phi-4": "phi3", "llama-4": "llama4_text", "glm-4.5": "glm4_moe", "glm-4.6": "glm4_moe"}
 MODEL_TYPES |= {"glm-4.7-flash": "glm4_moe_lite", "glm-4.7": "glm4_moe", "falcon3": "llama"}
 MODEL_TYPES |= {"falcon-mamba": "falcon_mamba", "pythia": "gpt_neox", "redpajama-incite": "gpt_neox"}
