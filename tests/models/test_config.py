@@ -207,6 +207,7 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         (*DECODER[1:], "q_lora_rank", "routed_scaling_factor", "partial_rotary_factor"),
         ("q_lora_rank",),
     ),
+    "gptj": (("n_inner", "rotary_dim", "n_positions", "layer_norm_epsilon", "resid_pdrop", "attn_pdrop"), ("n_inner",)),
     "minimax_m2": ((*DECODER, "head_dim", "rotary_dim", "partial_rotary_factor"), ("rotary_dim",)),
     "afmoe": (
         (*DECODER, "head_dim", "num_shared_experts", "num_dense_layers", "route_scale", "sliding_window")

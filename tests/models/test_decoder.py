@@ -97,6 +97,7 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("gpt_neox", "pythia-6.9B"): 6_857_302_016,
     ("gpt_neox", "pythia-12B"): 11_846_072_320,
     ("gpt_neox", "20B"): 20_554_567_680,
+    ("gptj", "6B"): 6_050_882_784,
     ("starcoder2", "3B"): 3_030_371_328,
     ("starcoder2", "7B"): 7_173_923_840,
     ("starcoder2", "15B"): 15_957_889_024,

@@ -165,6 +165,11 @@ PUBLISHED = {
     "glm4_moe": {"num_nextn_predict_layers": 1, "rope_scaling": None},
     "glm4_moe_lite": {"num_nextn_predict_layers": 1, "rope_scaling": None, "topk_method": "noaux_tc"}
     | {"first_k_dense_replace": 2, "partial_rotary_factor": 1.0, "attention_bias": False, "attention_dropout": 0.0},
+    # gpt-j-6b
+    "gptj": {"gradient_checkpointing": False, "rotary": True, "scale_attn_weights": True, "tokenizer_class": "X"}
+    | {"summary_activation": None, "summary_first_dropout": 0.1, "summary_proj_to_labels": True, "use_cache": True}
+    | {"summary_type": "cls_index", "summary_use_proj": True, "n_inner": 48, "resid_pdrop": 0.1}
+    | {"task_specific_params": {"text-generation": {"do_sample": True, "max_length": 50, "temperature": 1.0}}},
     # MiniMax-M2
     "minimax_m2": {"attn_type_list": [1, 1], "layernorm_full_attention_beta": 1.0, "layernorm_mlp_beta": 1.0}
     | {"layernorm_linear_attention_beta": 1.0, "mlp_intermediate_size": 8192, "mtp_transformer_layers": 1}

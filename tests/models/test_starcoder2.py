@@ -1,4 +1,4 @@
-"""StarCoder 2: a published config, and dropout of embeddings, which GPT-NeoX has too."""
+"""StarCoder 2: a published config, and dropout of embeddings, which GPT-NeoX and GPT-J have too."""
 
 from dataclasses import replace
 
@@ -54,6 +54,7 @@ def test_the_published_config_is_read():
     [
         ("starcoder2", {"residual_dropout": 0.4, "embedding_dropout": 0.3}),
         ("gpt_neox", {"residual_dropout": 0.4}),
+        ("gptj", {"residual_dropout": 0.4, "embedding_dropout": 0.3}),
         ("gpt_neox in turn", {"residual_dropout": 0.4}),
     ],
 )
@@ -69,6 +70,8 @@ def test_dropout_is_where_transformers_has_it(shape, change, monkeypatch):
     places = iter([(-1, 0), *((layer, stream) for layer in range(args.n_layers) for stream in (0, 1))])
 
     def dropout(x, p=0.5, training=True, inplace=False):
+        if not p:  # of attention probabilities
+            return x
         layer, stream = next(places)
         return Dropout(p, stream).train(training)(x, layer_keys(keys, layer))
 

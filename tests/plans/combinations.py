@@ -7,7 +7,7 @@ docs/features.md and docs/combinations.md are made from it.
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-DROPPING = ("gpt2", "granite", "gpt_neox", "phi", "seed_oss", "starcoder2", "classifier")
+DROPPING = ("gpt2", "granite", "gpt_neox", "gptj", "phi", "seed_oss", "starcoder2", "classifier")
 """Models with dropout."""
 
 
@@ -610,7 +610,7 @@ def windows_of_some_layers() -> list[Combination]:
 
 GATED = ("falcon", "gemma2", "glm", "glm4", "granite", "olmo2", "olmo3", "phi", "phi3", "phi4", "seed_oss", "smollm3")
 GATED += ("stablelm", "arcee", "gemma", "gpt_neox", "starcoder2", "nemotron", "cohere", "cohere2", "hunyuan_v1_dense")
-GATED += ("apertus",)
+GATED += ("apertus", "gptj")
 """Families that are a Llama with other options."""
 
 

@@ -120,6 +120,7 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ({"base_model": "mistralai/Mistral-Small-4-119B-2603"}, FULL, {"model.name": "mistral4"}),
     ({"base_model": "MiniMaxAI/MiniMax-M2"}, FULL, {"model.name": "minimax_m2"}),
     ({"base_model": "arcee-ai/Trinity-Nano-Preview"}, FULL, {"model.name": "afmoe"}),
+    ({"base_model": "EleutherAI/gpt-j-6b"}, FULL, {"model.name": "gptj"}),
     ({"base_model": "mistral-community/pixtral-12b"}, FULL, {"model.name": "mistral"}),
     ({"base_model": "llava-hf/llava-1.5-7b-hf"}, FULL, {"model.name": None}),  # llama3 as before
     ({"base_model": "Qwen/Qwen2.5-VL-7B-Instruct"}, FULL, {"model.name": "qwen2"}),

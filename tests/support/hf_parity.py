@@ -99,8 +99,10 @@ class _Wide:
 def exact(modeling: ModuleType, model, hf_model, monkeypatch):
     """Run norms, routers and rotary angles of both models in float64.
 
-    Both use the frequencies of transformers, since ours may differ in the last bit.
+    Both use the frequencies of transformers, since ours may differ in the last bit; GPT-J has a table of angles.
     """
+    rotating = [kind for kind in model.kinds if kind.rotary is not None]
+    in_float32 = [kind.rotary.frequencies(torch.device("cpu")) for kind in rotating]
     with monkeypatch.context() as patch:
         patch.setattr(modeling, "torch", _Wide())
         patch.setattr(torch.Tensor, "float", torch.Tensor.double)
@@ -111,9 +113,12 @@ def exact(modeling: ModuleType, model, hf_model, monkeypatch):
 
         body = getattr(hf_model, "model", None) or hf_model.get_submodule(hf_model.base_model_prefix)
         embedding = getattr(body, "rotary_emb", getattr(body, "pos_emb", None))
-        for kind in (kind for kind in model.kinds if kind.rotary is not None):
+        for module in (module for module in hf_model.modules() if hasattr(module, "embed_positions")):  # of GPT-J
+            module.embed_positions = modeling.create_sinusoidal_positions(*module.embed_positions.shape)
+        for kind, plain in zip(rotating, in_float32, strict=True):
             name = "sliding_attention_inv_freq" if kind.window else "full_attention_inv_freq"
-            frequencies = getattr(embedding, "inv_freq" if hasattr(embedding, "inv_freq") else name).double()
+            name = "inv_freq" if hasattr(embedding, "inv_freq") else name
+            frequencies = getattr(embedding, name, plain).double()
             kind.rotary.forward = partial(rotation, frequencies, kind.rotary.magnitude)
         if "llama4" in modeling.__name__:  # the only one that computes the growth in what `float` returns
             growth = attention.growth_of_queries

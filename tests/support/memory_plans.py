@@ -29,7 +29,7 @@ FAMILIES = (
     *(("phi3", "mini-4k"), ("phi4", "14B"), ("qwen2", "7B"), ("qwen2_moe", "57B-A14B"), ("seed_oss", "36B")),
     *(("smollm3", "3B"), ("phi", "2.7B"), ("stablelm", "2-12B"), ("falcon", "40B"), ("glm4_moe_lite", "30B-A3B")),
     *(("mistral4", "Small-119B"), ("minimax_m2", "230B-A10B"), ("afmoe", "19B")),
-    *(("gemma", "7B"), ("arcee", "4.5B"), ("gpt_neox", "pythia-12B"), ("starcoder2", "7B")),
+    *(("gemma", "7B"), ("arcee", "4.5B"), ("gpt_neox", "pythia-12B"), ("gptj", "6B"), ("starcoder2", "7B")),
     *(("nemotron", "8B"), ("cohere", "aya-8B"), ("cohere2", "7B"), ("hunyuan_v1_dense", "4B"), ("apertus", "8B")),
     ("llama4", "scout"),
 )

@@ -74,6 +74,8 @@ MICRO_SIZES = {
     "cohere": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
     "cohere2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, global_interval=2),
     "gpt_neox": dict(n_kv_heads=4, head_dim=12, rotary_dim=4, ffn_dim=96, residual_dropout=0.25),
+    "gptj": dict(n_kv_heads=4, head_dim=12, rotary_dim=4, ffn_dim=96, attention_dropout=0.25)
+    | dict(residual_dropout=0.25, embedding_dropout=0.25),
     "gpt_oss": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1, sliding_window=7),
     "nemotron_h": MIXER | dict(layer_pattern="ME*E", expert_dim=32, ssm_groups=2, aux_loss_weight=0.1),
     "olmo2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),

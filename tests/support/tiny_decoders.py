@@ -17,6 +17,7 @@ from torchtitan.models.glm4_moe import Glm4MoEArgs
 from torchtitan.models.gpt2 import GPT2Args
 from torchtitan.models.gpt_neox import GPTNeoXArgs
 from torchtitan.models.gpt_oss import GptOssArgs
+from torchtitan.models.gptj import GPTJArgs
 from torchtitan.models.granite import GraniteArgs
 from torchtitan.models.granite4 import Granite4Args, Granite4MoEArgs
 from torchtitan.models.hunyuan import HunyuanArgs
@@ -319,6 +320,8 @@ GATED = {
         tied_embeddings=True,
         rope_scaling=SCALING,
     ),
+    "gptj": GPTJArgs(**_GATED | dict(n_kv_heads=4), rotary_dim=4),
+    "gptj tied": GPTJArgs(**_GATED | dict(n_kv_heads=4, ffn_dim=64), rotary_dim=8, tied_embeddings=True, norm_eps=1e-6),
     "starcoder2": Starcoder2Args(**_GATED, sliding_window=5, rope_theta=5000.0),
     "starcoder2 without biases": Starcoder2Args(
         **_GATED | dict(head_dim=12), bias=False, tied_embeddings=False, rope_scaling=YARN_FACTOR

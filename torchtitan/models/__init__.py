@@ -29,6 +29,7 @@ from torchtitan.models.glm4_moe_lite import FAMILY as GLM4_MOE_LITE
 from torchtitan.models.gpt2 import FAMILY as GPT2
 from torchtitan.models.gpt_neox import FAMILY as GPT_NEOX
 from torchtitan.models.gpt_oss import FAMILY as GPT_OSS
+from torchtitan.models.gptj import FAMILY as GPTJ
 from torchtitan.models.granite import FAMILY as GRANITE
 from torchtitan.models.granite4 import FAMILY as GRANITE4
 from torchtitan.models.hf.config import CONFIG, read_json
@@ -76,6 +77,7 @@ FAMILIES: dict[str, Family] = {
     "gpt2": GPT2,
     "gpt_neox": GPT_NEOX,
     "gpt_oss": GPT_OSS,
+    "gptj": GPTJ,
     "granite": GRANITE,
     "granite4": GRANITE4,
     **LFMS,
