@@ -1,9 +1,11 @@
 """Checkpoints on disks that corrupt, fill up and recover, and runs that save before their time limit."""
 
 import itertools
+import json
 import re
 import shutil
 from collections import namedtuple
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,7 @@ from tests.support import jobs
 from tests.support.checkpoint_folders import make_step, names
 from tests.support.checkpoint_job import Job, saved_steps
 from tests.support.pool import run_ranks
-from torchtitan.checkpoint import CheckpointError, layout, saving, storage
+from torchtitan.checkpoint import CheckpointError, checkpointer, layout, saving, storage
 from torchtitan.checkpoint.agreement import Peers
 from torchtitan.config.manager import load
 from torchtitan.config.options import ConfigError
@@ -142,6 +144,8 @@ def test_a_failed_save_is_retried(tmp_path, monkeypatch, caplog, mode):
 def test_a_run_continues_after_a_failed_save_except_the_last(tmp_path, monkeypatch, caplog, mode):
     remaining = fail_writes(monkeypatch, 1)
     job = Job(tmp_path, async_mode=mode, on_save_error="continue")
+    failures = []
+    job.checkpointer.hooks.after_failed_save = failures.append
     job.train(3)
     if job.checkpointer.running:
         job.checkpointer.running.join()
@@ -149,11 +153,29 @@ def test_a_run_continues_after_a_failed_save_except_the_last(tmp_path, monkeypat
     job.checkpointer.finish()
     assert saved_steps(tmp_path) == ["step-00000004"]
     assert "the run goes on without it" in caplog.text
+    assert len(failures) == 1 and "Disk quota exceeded" in failures[0]
     remaining[0] = 1
     with pytest.raises(CheckpointError, match="Disk quota exceeded"):
         job.train(1, last=True)
         job.checkpointer.finish()
     assert saved_steps(tmp_path) == ["step-00000004"]
+
+
+def failed_saves_of(argv):
+    """Train with a first save that fails, and return the rows about it."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(checkpointer, "RETRY_PAUSES", ())
+        fail_writes(patch, 1)
+        jobs.train(argv)
+    rows = map(json.loads, (Path(load(argv).job.dump_folder) / "metrics.jsonl").read_text().splitlines())
+    return [row for row in rows if row.get("event") == "failed_save"]
+
+
+def test_a_failed_save_is_a_row_of_the_metrics(tmp_path):
+    texts = jobs.write_texts(tmp_path)
+    options = dict(checkpoint__enable=True, checkpoint__interval=1, training__steps=2)
+    (rows,) = run_ranks(1, failed_saves_of, jobs.arguments(tmp_path / "run", texts, **options))
+    assert [row["step"] for row in rows] == [1] and "Disk quota exceeded" in rows[0]["reason"]
 
 
 def test_the_last_save_is_written_also_after_a_failed_one(tmp_path, monkeypatch):

@@ -155,6 +155,7 @@ class Checkpointer:
         if self.options.on_save_error == "stop":
             raise error
         self.saved_step = self.published_step
+        self.hooks.after_failed_save(str(error))
         if self.main_peers.is_main:
             logger.error("%s; the run goes on without it (checkpoint.on_save_error = continue)", error)
 

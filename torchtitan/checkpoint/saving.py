@@ -75,6 +75,8 @@ class TrainerHooks:
     """May raise to refuse a checkpoint. Nothing has been changed yet."""
     after_save: Callable[[int], None] = lambda step: None
     """Called with the step on rank 0, in the saving thread, after each save is published."""
+    after_failed_save: Callable[[str], None] = lambda reason: None
+    """Called with the reason, on all ranks, where the run goes on without the save."""
     extra_state: ExtraState = field(default_factory=ExtraState)
 
 

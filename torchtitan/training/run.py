@@ -108,7 +108,7 @@ class Run:
         restorer, state, model, ranks = self.restorer, self.state, self.model, self.ranks
         hooks = TrainerHooks(restorer.trainer_state, restorer.rank_state, restorer.load_state, self.before_save)
         hooks.before_load, hooks.after_save = restorer.check_job, partial(run_folder.record_save, self.exports.folder)
-        hooks.extra_state = self.callbacks
+        hooks.extra_state, hooks.after_failed_save = self.callbacks, self._note_failed_save
         self.checkpointer = parts.checkpointer(self.job, model, self.optimizers, hooks)
         self.guards.checkpointer = self.checkpointer
         self.progress.enter("load")
@@ -233,6 +233,9 @@ class Run:
         self.metrics.mark("checkpoint")
         self.goodput.saves += 1
         self.metrics.record_event(self.current_step, "goodput", self.goodput.row() | {"saved": True})
+
+    def _note_failed_save(self, reason: str) -> None:
+        self.metrics.record_event(self.current_step, "failed_save", {"reason": reason})
 
     def validate(self, stop: bool, phase: str = "validate") -> dict[str, float] | None:
         """Evaluate the held-out data, unless a rank calls this with `stop`. `phase`: reported to the launcher."""
