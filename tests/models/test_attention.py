@@ -184,6 +184,7 @@ WRONG = [
     (["--model.name=mistral"], "0 for a model with a sliding window (64); write 0, or model.overrides = {sliding_w"),
     (["--model.name=gemma2"], "a model with a sliding window (64) and capped attention scores (50.0); write 0"),
     (["--model.name=gemma3"], "0 for a model with a sliding window (64); write 0"),
+    (["--model.name=llama4"], "0 for a model with attention within chunks (128); write 0"),
     (["--model.name=qwen3_5"], "0 for a model with layers with a state (6); write 0"),
     (["--model.name=falcon_h1"], "0 for a model with layers with a state (6); write 0"),
     (["--model.name=gpt2", "--model.overrides={attention_dropout = 0.1}"], "a model with attention_dropout (0.1)"),
