@@ -649,7 +649,6 @@ WRONG = [  # an option, its value, the job it is added to, and a part of the err
     ("model_quantization_config_kwargs", {"dequantize": False}, FULL, "{dequantize = true}"),
     ("warmup_steps", -1, FULL, "at least 0"),
     ("base_model", "google/gemma-3n-E2B", FULL, "no other family is here"),
-    ("base_model", "meta-llama/Llama-4-Scout", FULL, "no other family is here"),
     ("base_model", "meta-llama/Llama-3.2-11B-Vision-Instruct", FULL, "no other family is here"),
     ("base_model", "Qwen/Qwen3-VL-30B-A3B-Instruct", FULL, "no other family is here"),
     ("save_strategy", "best", FULL, "one of no, steps, epoch"),

@@ -522,7 +522,7 @@ def test_models_without_an_implementation_are_refused(name, flavor, reason, caps
     ]
 
 
-@pytest.mark.parametrize("name", ["flux", "deepseek_v3", "llama3_ft"])
+@pytest.mark.parametrize("name", ["deepseek_v3", "llama3_ft"])
 def test_an_unknown_family_gets_no_wrong_suggestion(name, capsys):
     code, _, err = run_check(capsys, f"--model.name={name}")
     assert code == 2 and "did you mean" not in err
