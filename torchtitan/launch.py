@@ -1,8 +1,8 @@
 """Launch the ranks of a job: check the job once, start and end its ranks together, restart them after a crash.
 
-`python -m torchtitan.launch NUM_RANKS|auto [arguments of torchtitan train]`; `torchtitan train` starts one rank. A job
-on several machines has a launcher on each. Unlike torchrun, the launcher of a single machine listens on no socket. It
-imports no torch and keeps the ranks' exit codes, such as 2 for a refused job and 130 for a stop by Ctrl-C.
+`python -m torchtitan.launch NUM_RANKS|auto [arguments of torchtitan train]`, or `torchtitan train --ranks NUM_RANKS`. A
+job on several machines has a launcher on each. Unlike torchrun, the launcher of a single machine listens on no socket.
+It imports no torch and keeps the ranks' exit codes, such as 2 for a refused job and 130 for a stop by Ctrl-C.
 """
 
 import os
@@ -55,18 +55,44 @@ from torchtitan.process.ranks import (
 from torchtitan.process.run_log import print_message
 from torchtitan.rules.loading import load_valid
 
-AUTO = "auto"
-"""As many ranks as this machine has GPUs."""
+AUTO, OPTION, VARIABLE = "auto", "--ranks", "NGPU"
+"""As many ranks as this machine has GPUs, or 2 without any; and what gives `torchtitan train` the number."""
 
 
 def main(argv: list[str]) -> int:
     print_help_if_requested(argv)
-    if not argv or argv[0] != AUTO and not parse_number(argv[0]):
-        value = f"given {argv[0]!r}" if argv else "not given"
-        message = f"the number of ranks (NGPU): {value}; allowed: 1 or more, or auto; e.g. NGPU=2 ./run_llama_train.sh"
-        print(message, file=sys.stderr)
+    try:
+        return launch(ranks_of(*argv[:1]), argv[1:])
+    except JobError as error:
+        print(error, file=sys.stderr)
         return REFUSED
-    return launch(None if argv[0] == AUTO else int(argv[0]), argv[1:])
+
+
+def ranks_of(text: str | None = None, name: str = f"the number of ranks ({VARIABLE})") -> int | None:
+    """Return the number of ranks that a text says; None for AUTO. Raises JobError."""
+    if text is None or text != AUTO and not parse_number(text):
+        value = "not given" if text is None else f"given {text!r}"
+        example = "NGPU=2 ./run_llama_train.sh, torchtitan train job.toml --ranks 2"
+        raise JobError(f"{name}: {value}; allowed: 1 or more, or auto; e.g. {example}")
+    return None if text == AUTO else int(text)
+
+
+def split_ranks(argv: list[str]) -> tuple[int | None, list[str]]:
+    """Split the arguments of `torchtitan train` into the number of ranks, None for AUTO, and those of the job.
+
+    The number is that of the option, else of the variable, else 1. Raises JobError.
+    """
+    job: list[str] = []
+    text: str | None = os.environ.get(VARIABLE, "1")
+    name = VARIABLE
+    remaining = iter(argv)
+    for argument in remaining:
+        option, sign, value = argument.partition("=")
+        if option == OPTION:
+            text, name = value if sign else next(remaining, None), OPTION
+        else:
+            job.append(argument)
+    return ranks_of(text, name), job
 
 
 NO_JOB = """\

@@ -1,4 +1,4 @@
-"""`torchtitan train`: the program of one rank under the launcher or torchrun; started by a user, it launches one rank.
+"""`torchtitan train`: the program of one rank under the launcher or torchrun; started by a user, it launches the ranks.
 
 A rank checks its job before it imports torch, so that a typo costs no more than a second under torchrun too. This is
 why the trainer is imported late.
@@ -19,7 +19,7 @@ from typing import Any
 from torchtitan.config import manager
 from torchtitan.config.job import JobConfig
 from torchtitan.core.hub import Access, set_access
-from torchtitan.launch import launch, load_job
+from torchtitan.launch import launch, load_job, split_ranks
 from torchtitan.launcher.forks import first_rank, fork_ranks
 from torchtitan.launcher.hangs import write_stacks_on_request
 from torchtitan.launcher.rank import StopSignals, begin_run, report_end, start_rank, wait_for_reporting_rank
@@ -34,7 +34,7 @@ logger = logging.getLogger("torchtitan.train")
 def main(argv: list[str]) -> int:
     launcher = first_rank()
     if launcher is None and not started_as_rank():
-        return launch(1, argv)
+        return launch(*split_ranks(argv))
     if launcher is not None:
         import_and_fork(launcher)
     ranks = start_rank()

@@ -20,6 +20,8 @@ def test_bash_completes_commands_options_and_words(tmp_path):
         ("torchtitan train --training.seq", {"--training.seq_len"}),
         ("torchtitan train --activation_checkpoint.mode f", {"full", "full_keep_comm"}),
         ("torchtitan train debug", {"debug_model"}),
+        ("torchtitan train debug_model --ran", {"--ranks"}),
+        ("torchtitan train debug_model --ranks a", {"auto"}),
     ):
         parts = " ".join(f"'{argument}'" for argument in typed.split())
         variables = f"COMP_WORDS=({parts}); COMP_CWORD={len(typed.split()) - 1}"

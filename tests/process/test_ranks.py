@@ -41,6 +41,29 @@ def test_a_number_of_ranks_that_is_none_is_refused(text, capsys):
 
 
 @pytest.mark.parametrize(
+    "arguments, variable, expected",
+    [
+        (["job"], None, (1, ["job"])),
+        (["job"], "4", (4, ["job"])),
+        (["job", "--ranks", "2", "--training.steps=3"], "4", (2, ["job", "--training.steps=3"])),
+        (["--ranks=auto", "job"], "4", (None, ["job"])),
+        (["job"], "auto", (None, ["job"])),
+    ],
+)
+def test_the_number_of_ranks_is_the_options_or_the_variables(arguments, variable, expected, monkeypatch):
+    monkeypatch.delenv("NGPU", raising=False)
+    if variable is not None:
+        monkeypatch.setenv("NGPU", variable)
+    assert launch.split_ranks(arguments) == expected
+
+
+@pytest.mark.parametrize("arguments", [["job", "--ranks"], ["--ranks=0", "job"], ["job", "--ranks", "two"]])
+def test_a_number_of_ranks_of_train_is_refused_by_its_name(arguments):
+    with pytest.raises(JobError, match="^--ranks: (not given|given '(0|two)'); allowed: 1 or more, or auto"):
+        launch.split_ranks(arguments)
+
+
+@pytest.mark.parametrize(
     "variables, message",
     [
         ({"RANK": "3"}, "RANK in the environment: given 3; allowed: at most 0 with WORLD_SIZE = 1; unset RANK, WORLD"),

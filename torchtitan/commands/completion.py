@@ -29,6 +29,8 @@ def job_options() -> dict[str, list[str]]:
 
 def command_options(command: str) -> dict[str, list[str]]:
     """Return the options of a command, without the job's, with their allowed values; [] if any value is allowed."""
+    if command == "train":
+        return {"--ranks": ["auto"]}
     actions = parser_of(command)._option_string_actions if command in PARSERS else {}
     return {
         name: action.type.names if isinstance(action.type, OneOf) else []
@@ -51,7 +53,7 @@ def arguments_of(command: str) -> list[str]:
 
 def bash() -> str:
     values = {f"*' {name}'": candidates for name, candidates in job_options().items()}
-    for command in PARSERS:
+    for command in (*PARSERS, "train"):
         values |= {f"'{command} {name}'": candidates for name, candidates in command_options(command).items()}
     value_cases = "".join(
         f"    {pattern}) words='{' '.join(candidates)}' ;;\n" for pattern, candidates in values.items() if candidates
@@ -60,7 +62,9 @@ def bash() -> str:
     argument_cases = "".join(
         f"    {command}) words='{candidates}' ;;\n" for command, candidates in arguments.items() if candidates
     )
-    option_cases = "".join(f"      {command}) words='{' '.join(command_options(command))}' ;;\n" for command in PARSERS)
+    option_cases = "".join(
+        f"      {command}) words='{' '.join(command_options(command))}' ;;\n" for command in (*PARSERS, "train")
+    )
     return f"""\
 _torchtitan() {{
   local word=${{COMP_WORDS[COMP_CWORD]}} before=${{COMP_WORDS[COMP_CWORD-1]}} command=${{COMP_WORDS[1]}} words=''

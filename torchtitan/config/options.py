@@ -258,9 +258,10 @@ def show(value: Any) -> str:
 HELP_OPTIONS = ("--help", "-h")
 ALL = "all"
 OVERVIEW = """\
-usage: torchtitan train JOB.toml [--section.key value ...]
+usage: torchtitan train JOB.toml [--ranks N] [--section.key value ...]
 
-Train a job: a TOML file, or the name of a shipped one (`torchtitan list jobs`). Options override the file:
+Train a job: a TOML file, or the name of a shipped one (`torchtitan list jobs`), on N ranks of this machine (auto: all
+its GPUs, or 2 CPU ranks without any; default: NGPU in the environment, or 1). Options override the file:
   --training.steps 100    --training.steps=100    --compile.enable    --compile.no-enable
 
 Sections of a job, with their number of options:
