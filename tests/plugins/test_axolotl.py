@@ -555,6 +555,28 @@ def test_tokens_are_added_to_the_folder_first(added, before, expected, arguments
     )
 
 
+BEGINLESS = {"eos_token": "<end>", "tokenizer_class": "PreTrainedTokenizerFast"}
+BEGINS = [  # changes of the tokenizer's config and of the file that make Axolotl write the begin token somewhere
+    ({}, {}, False),
+    ({"bos_token": "<s>"}, {}, True),
+    ({"add_bos_token": True}, {}, True),
+    ({"tokenizer_class": "LlamaTokenizerFast"}, {}, True),
+    ({"eos_token": "</s>"}, {}, True),
+    ({}, {"chat_template": "chatml"}, True),
+    ({}, {"datasets": [{"path": "a.jsonl", "type": "chat_template"}]}, True),
+]
+
+
+@pytest.mark.parametrize("tokenizer, changed, refused", BEGINS, ids=str)
+def test_a_begin_token_that_is_never_written(folder_with_model, tokenizer, changed, refused):
+    (folder_with_model / "falcon-7b").mkdir(exist_ok=True)
+    (folder_with_model / "falcon-7b/tokenizer_config.json").write_text(json.dumps(BEGINLESS | tokenizer))
+    prompts = {"base_model": "falcon-7b", "datasets": [{"path": "a.jsonl", "type": "alpaca:chat"}]}
+    draft = import_config(FULL | prompts | {"special_tokens": {"bos_token": "<end>"}} | changed)
+    assert ("special_tokens.bos_token" in {fault.key for fault in draft.faults}) == refused
+    assert ("special_tokens.bos_token: no effect; this tokenizer begins no text with one" in draft.notes) != refused
+
+
 def test_an_existing_resized_folder_is_checked(folder_with_model):
     config = FULL | {"tokens": ["<a>", "<b>"]}
     (folder_with_model / "llama-resized").mkdir()

@@ -7,10 +7,12 @@ from typing import Any
 
 from torchtitan.core.errors import JobError
 from torchtitan.models.hf.config import CONFIG, read_json
+from torchtitan.plugins.importers.axolotl_prompts import BY_STYLE
 from torchtitan.plugins.importers.translation import JobDraft, Options
 
 MULTIPLE = 32
 """Multiple of the vocabulary's size with resize_token_embeddings_to_32x."""
+CLASS = "tokenizer_class"
 RESIZED = "-resized"
 """Suffix of the folder of a model with a larger vocabulary."""
 
@@ -84,6 +86,9 @@ class AddedTokens:
             if _content((tokenizer_config or {}).get(name)) != token
         }
         eos = differing.pop("eos_token", None)
+        if "bos_token" in differing and self._is_never_written(differing["bos_token"], tokenizer_config or {}):
+            self.note("special_tokens.bos_token: no effect; this tokenizer begins no text with one")
+            del differing["bos_token"]
         for name, token in differing.items():
             self.refuse(f"special_tokens.{name}", token, "the tokenizer's own", f"write it into {path}")
         if isinstance(eos, str):
@@ -92,6 +97,18 @@ class AddedTokens:
             self.refuse("special_tokens.eos_token", eos, "text")
             return None
         return eos
+
+    def _is_never_written(self, token: Any, config: dict[str, Any]) -> bool:
+        """Return True if this begin token only names one that the tokenizer has, and no text begins with it.
+
+        Only the rule by which a tokenizer adds tokens, which changes for Llama's, and templates write it.
+        """
+        begins = config.get("bos_token") is not None or config.get("add_bos_token") or "Llama" in str(config.get(CLASS))
+        known = token in {_content(config.get(name)) for name in ("eos_token", "unk_token", "pad_token")}
+        entries = self.options["datasets"] if isinstance(self.options["datasets"], list) else []
+        types = [str(entry.get("type")) for entry in entries if isinstance(entry, dict)]
+        of_prompts = bool(types) and all(kind.partition(":")[0] in BY_STYLE for kind in types)
+        return known and not begins and of_prompts and not self.options["chat_template"] and not self.options["rl"]
 
 
 def _content(token: Any) -> Any:
