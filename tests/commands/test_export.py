@@ -25,6 +25,7 @@ from torchtitan.commands.export import Answer, choose_alike, compared, held_out
 from torchtitan.commands.generate import find_checkpoint
 from torchtitan.config import manager
 from torchtitan.core.errors import JobError
+from torchtitan.core.fake_quantization import AffineInt4
 from torchtitan.core.random_draws import initialize
 from torchtitan.job import ResolvedJob
 from torchtitan.models.spec import MODELS
@@ -251,6 +252,34 @@ def test_a_run_without_adapter_exports_its_weights(tmp_path, texts, bases, capsy
     model, _ = inference_model.load_model(job, step_folder, torch.device("cpu"))
     torch.testing.assert_close(reference(TOKENS).logits, model(TOKENS), rtol=1e-5, atol=1e-5)
     assert export(run, tmp_path / "again", "--merge", "--dtype=bfloat16") == 0, "it has nothing to merge"
+
+
+QAT = dict(adapter__kind="none", adapter__rank=128, qat__weight_dtype="int4", qat__group_size=8)
+
+
+@pytest.mark.parametrize("name", ["llama3", "llama3.2"])
+def test_weights_of_quantization_aware_training_are_rounded_on_request(tmp_path, texts, bases, name, capsys):
+    run = train_run(tmp_path / "run", texts, bases[name], **QAT)
+    assert export(run, tmp_path / "exact") == export(run, tmp_path / "rounded", "--rounded") == 0
+    notes = [line for line in capsys.readouterr().out.splitlines() if "rounded to" in line]
+    assert notes[0] == "the weights are not rounded to int4; --rounded does it"
+    assert notes[1].startswith("the weights are rounded to int4, as the run computes with them")
+    files = (next((tmp_path / folder).glob("*.safetensors")) for folder in ("exact", "rounded"))
+    exact, rounded = map(safetensors.torch.load_file, files)
+    name_of_one = "model.layers.0.mlp.down_proj.weight"
+    torch.testing.assert_close(rounded[name_of_one], AffineInt4(8).round(exact[name_of_one], None).values)
+    assert torch.equal(rounded["model.embed_tokens.weight"], exact["model.embed_tokens.weight"])
+    if name == "llama3":  # of the tied one, the head of the run is rounded
+        job, step_folder = find_checkpoint(run, None)
+        model, _ = inference_model.load_model(job, step_folder, torch.device("cpu"))
+        torch.testing.assert_close(logits_of(tmp_path / "rounded"), model(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+def test_rounding_without_a_format_is_refused(tmp_path, texts, bases, capsys):
+    for kind in ("none", "lora"):
+        run = train_run(tmp_path / kind, texts, bases["llama3"], adapter__kind=kind)
+        assert export(run, tmp_path / "rounded", "--rounded") == 2
+        assert "--rounded: allowed for a run with qat.weight_dtype only" in capsys.readouterr().err
 
 
 def test_verification_accepts_differences_of_rounding():

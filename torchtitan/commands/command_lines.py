@@ -364,6 +364,8 @@ def _export() -> CommandParser:
     base = "quantized base to merge into: the original weights (default), or those that the run computed with"
     bases = OneOf(("original", "unpacked"))
     parser.add_argument("--merge-base", type=bases, default="original", metavar="{original,unpacked}", help=base)
+    rounded = "write weights as quantization-aware training rounds them; a matrix tied to the embedding is not rounded"
+    parser.add_argument("--rounded", action="store_true", help=rounded)
     return parser
 
 

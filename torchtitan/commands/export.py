@@ -7,8 +7,9 @@ run's dtype: bfloat16 would round them and lose adapter updates below its 8 sign
 
 The export is then read again and compared with the run on a short held-out sample: its loss, and the likeliest token at
 each position. If they differ, the directory is named DIRECTORY.unverified and the exit code is 1. Embedding, head and
-one layer at a time are in memory. Without --merge, a run with an adapter writes it alone, in the usual layout for
-adapters of its kind (mostly peft's). That is refused if the run trained other parameters too.
+one layer at a time are in memory. --rounded writes the weights that quantization-aware training computes with. Without
+--merge, a run with an adapter writes it alone, in the usual layout for adapters of its kind (mostly peft's). That is
+refused if the run trained other parameters too.
 """
 
 import argparse
@@ -40,6 +41,7 @@ from torchtitan.core.plugins import COMMAND_OPTIONS, loaded_plugin
 from torchtitan.job import ResolvedJob
 from torchtitan.job.model import JobModel
 from torchtitan.losses.objective import IGNORE_INDEX
+from torchtitan.models.fake_quantized import round_weights_alone, rounded_state
 from torchtitan.models.hf.config import CONFIG, read_json
 from torchtitan.training import inference_model
 
@@ -104,11 +106,14 @@ def write_export(options: argparse.Namespace, target: Path) -> int:
     job, step_folder = find_checkpoint(Path(options.folder), options.config, best=options.best)
     if options.merge or job.config.adapter.kind == NONE:
         dtype = options.dtype or job.config.training.dtype
-        print(announcement(job.model, dtype), flush=True)
+        rounding = describe_rounding(job, options.rounded)
+        print(announcement(job.model, dtype), rounding, sep="\n" if rounding else "", flush=True)
         gguf = None
         if plugin is not None:
             gguf = plugin.GGUFExport(parts.hf_extra_files(job.model, job.tokenizer(), dtype), job.tokenizer())
-        return export(job, step_folder, target, dtype, options.merge_base == "unpacked", gguf)
+        return export(job, step_folder, target, dtype, options.merge_base == "unpacked", gguf, options.rounded)
+    if options.rounded:
+        raise JobError("--rounded: allowed for a run with qat.weight_dtype only; leave it out")
     if plugin is not None:
         raise JobError("--format: given gguf for an adapter alone; allowed: the whole model; add --merge")
     if options.dtype:
@@ -120,6 +125,22 @@ def write_export(options: argparse.Namespace, target: Path) -> int:
     parts.save_peft(job.model, target, adapter, adapter.full_tensors([model]))
     print(f"{target}: the adapter of {step_folder.name}, in {adapter.folder_format}")
     return 0
+
+
+def describe_rounding(job: ResolvedJob, rounded: bool) -> str:
+    """Say whether the weights of a quantization-aware training are rounded; empty for others.
+
+    Raises JobError if they are to be and there is nothing to round to.
+    """
+    options = job.config.qat
+    if options.weight_dtype == "none":
+        if rounded:
+            raise JobError("--rounded: allowed for a run with qat.weight_dtype only; leave it out")
+        return ""
+    if not rounded:
+        return f"the weights are not rounded to {options.weight_dtype}; --rounded does it"
+    tied = "; the matrix of embedding and head is not" if job.model.args.tied_embeddings else ""
+    return f"the weights are rounded to {options.weight_dtype}, as the run computes with them{tied}"
 
 
 def announcement(model: JobModel, dtype: str) -> str:
@@ -144,13 +165,21 @@ class Answer:
 
 
 @torch.no_grad()
-def export(job: ResolvedJob, step_folder: Path, target: Path, dtype: str, into_unpacked: bool, gguf: Any = None) -> int:
+def export(
+    job: ResolvedJob,
+    step_folder: Path,
+    target: Path,
+    dtype: str,
+    into_unpacked: bool,
+    gguf: Any = None,
+    rounded: bool = False,
+) -> int:
     """Write and verify the weights, as a Hugging Face folder or by `gguf`. Return the exit code."""
     unverified = target.with_name(target.name + ".unverified")
     if unverified.exists():
         raise JobError(f"{unverified}: exists, from an export that failed; remove it")
     sample, args, run_dtype = held_out(job), job.model.args, job.config.training.dtype
-    run_answer, into = write(job, step_folder, unverified, dtype, into_unpacked, sample)
+    run_answer, into = write(job, step_folder, unverified, dtype, into_unpacked, sample, rounded)
     plain_model = ModelBuilder(job).meta_model().to(parts.DTYPES[run_dtype])
     with open_weights(unverified, job.config.model.name, args) as weights:
         export_answer = answer(plain_model, weights, args.tied_embeddings, sample)
@@ -185,12 +214,25 @@ def usage_lines(folder: Path) -> list[str]:
 
 
 def write(
-    job: ResolvedJob, step_folder: Path, folder: Path, dtype: str, into_unpacked: bool, sample: ExampleBatch
+    job: ResolvedJob,
+    step_folder: Path,
+    folder: Path,
+    dtype: str,
+    into_unpacked: bool,
+    sample: ExampleBatch,
+    rounded: bool = False,
 ) -> tuple[Answer, str]:
-    """Write the weights. Return the run's answer to the sample, and the base that its adapter was merged into."""
+    """Write the weights. Return the run's answer to the sample, and the base that its adapter was merged into.
+
+    `rounded`: both have the weights that quantization-aware training computes with.
+    """
     extra_files = parts.hf_extra_files(job.model, job.tokenizer(), dtype)
     hf, args = parts.model_spec(job.model).hf, job.model.args
-    model, _, adapter = ModelBuilder(job).adapted_model()
+    builder = ModelBuilder(job)
+    model, _, adapter = builder.adapted_model()
+    if rounded:
+        builder.fake_quantize(model)
+        round_weights_alone(model, args.tied_embeddings)
     try:
         with (
             inference_model.open_run(job, step_folder, model, adapter) as weights,
@@ -198,6 +240,7 @@ def write(
             replace_folder(folder, write=True) as place,
         ):
             run_answer = answer(model, weights, args.tied_embeddings, sample)
+            state = rounded_state(model, state)
             hf.save_hf(place, state, args, dtype=parts.DTYPES[dtype], extra_files=extra_files)
     except OSError as error:
         raise JobError(f"{folder}: the weights were not written: {error}; the run is untouched") from error

@@ -6,6 +6,7 @@ Parameters, gradients and optimizer state keep their types.
 """
 
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from torch.optim import Optimizer
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.fake_quantization import Formats, NumberFormat, Rounded
+from torchtitan.core.tensor_storage import Deferred, Value
 from torchtitan.models.layers import autocast_dtype, is_wanted
 from torchtitan.torch_internals import collectives
 
@@ -200,3 +202,29 @@ def round_weights(model: nn.Module) -> None:
 def fake_quantized(weight: torch.Tensor, rounding: NumberFormat) -> torch.Tensor:
     """Return the rounded matrix [N, K], in its type."""
     return _round(weight, rounding, _extent(weight, rounding, None)).values
+
+
+def round_weights_alone(model: nn.Module, tied: bool) -> None:
+    """Let a model with its embedding and head round no inputs, nor a matrix that is `tied`, which both read."""
+    for module in _fake_quantized(model):
+        if isinstance(module, FakeQuantizedLinear):
+            module.formats = module.formats._replace(inputs=None)
+    for name in ("tok_embeddings", "output") if tied else ():
+        model.get_submodule(name).enabled = False
+
+
+def rounded_state(model: nn.Module, state: Mapping[str, Value]) -> dict[str, Value]:
+    """Return full tensors by name, those that the model rounds as it rounds them, each when it is read."""
+    formats = {
+        f"{name}.weight": module.formats.weights if isinstance(module, FakeQuantizedLinear) else module.rounding
+        for name, module in model.named_modules()
+        if isinstance(module, FakeQuantizedLinear | FakeQuantizedEmbedding) and module.enabled
+    }
+    return {
+        name: Deferred(tuple(value.shape), partial(_read_rounded, value, formats[name])) if name in formats else value
+        for name, value in state.items()
+    }
+
+
+def _read_rounded(value: Value, rounding: NumberFormat) -> torch.Tensor:
+    return fake_quantized(value.detach(), rounding)
