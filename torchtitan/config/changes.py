@@ -39,6 +39,7 @@ KINDS: dict[str, Kind] = {
     "model.attention_backend": "told",
     "task": "refused",
     "adapter": "refused",
+    "qat": "refused",
     "optimizer": "refused",
     "optimizer.implementation": "told",
     "lr_scheduler": "refused",

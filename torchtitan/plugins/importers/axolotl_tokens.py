@@ -104,11 +104,11 @@ class AddedTokens:
         Only the rule by which a tokenizer adds tokens, which changes for Llama's, and templates write it.
         """
         begins = config.get("bos_token") is not None or config.get("add_bos_token") or "Llama" in str(config.get(CLASS))
-        known = token in {_content(config.get(name)) for name in ("eos_token", "unk_token", "pad_token")}
+        is_special = token in {_content(config.get(name)) for name in ("eos_token", "unk_token", "pad_token")}
         entries = self.options["datasets"] if isinstance(self.options["datasets"], list) else []
         types = [str(entry.get("type")) for entry in entries if isinstance(entry, dict)]
         of_prompts = bool(types) and all(kind.partition(":")[0] in BY_STYLE for kind in types)
-        return known and not begins and of_prompts and not self.options["chat_template"] and not self.options["rl"]
+        return is_special and not begins and of_prompts and not self.options["chat_template"] and not self.options["rl"]
 
 
 def _content(token: Any) -> Any:
