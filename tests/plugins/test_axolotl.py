@@ -377,6 +377,11 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ({"dpo_label_smoothing": 0.1}, FULL | {"rl": "dpo"}, {"dpo.label_smoothing": 0.1}),
     ({"orpo_alpha": 0.2}, FULL | {"rl": "orpo"}, {"dpo.beta": 0.2}),
     ({"unfrozen_parameters": ["^lm_head"]}, FULL | {"base_model": "small"}, {"training.unfrozen": ["output.weight"]}),
+    (
+        {"unfrozen_parameters": ["model.embed_tokens", "embed_tokens"]},  # the second begins no name
+        FULL | {"base_model": "small"},
+        {"training.unfrozen": ["tok_embeddings.weight"]},
+    ),
     ({"peft_use_rslora": True}, LORA, {"adapter.rslora": True}),
     ({"loraplus_lr_ratio": 16}, LORA, {"adapter.lr_ratio_b": 16.0}),
     ({"train_data_uri": "rows.jsonl", "datasets": None}, FULL, {"training.dataset_path": "rows.jsonl"}),

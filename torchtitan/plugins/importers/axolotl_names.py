@@ -6,7 +6,7 @@ has to match the beginning of a name.
 """
 
 import re
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -52,10 +52,13 @@ def unfrozen(regexes: Sequence[str], folder: str, draft: JobDraft) -> list[str]:
         return []
     chosen = set()
     all_names = [hf_name for names in hf_names.values() for hf_name in names]
-    has_effect = any(matches(hf_name) for _, matches in matchers for hf_name in all_names)
+    unfreezing = {hf_name for _, matches in matchers for hf_name in all_names if matches(hf_name)}
     for regex, matches in matchers:
         matched = {name for name in hf_names if any(map(matches, hf_names[name]))}
-        if not matched and has_effect and f"{HEAD}.weight" not in hf_names and matches(TIED):
+        within = {hf_name for hf_name in all_names if _is_within(matches, hf_name)}
+        if not matched and within and within <= unfreezing:
+            draft.notes.append(f"{KEY}: {regex}: no effect, as no name begins so; others train what it is a part of")
+        elif not matched and unfreezing and f"{HEAD}.weight" not in hf_names and matches(TIED):
             draft.notes.append(f"{KEY}: {regex}: no effect, as the head is the embedding, for Axolotl too")
         elif not matched:
             candidates = {re.sub(r"\b\d+\b", "*", hf_name) for hf_name in all_names}
@@ -66,6 +69,11 @@ def unfrozen(regexes: Sequence[str], folder: str, draft: JobDraft) -> list[str]:
                 draft.refuse(KEY, regex, f"none, or all, of {name}", "its experts are one parameter: name all of them")
         chosen |= matched
     return patterns_of(chosen, list(hf_names))
+
+
+def _is_within(matches: Callable[[str], bool], hf_name: str) -> bool:
+    """Return True if a name matches from one of its dots on."""
+    return any(matches(hf_name[dot.end() :]) for dot in re.finditer(r"\.", hf_name))
 
 
 def _hf_names(folder: str) -> dict[str, list[str]]:
