@@ -118,6 +118,11 @@ OPTIONAL = {  # numbers that a config may leave out; those that may be null
         + ("query_pre_attn_scalar",),
         (),
     ),
+    "gemma4": (
+        (*DECODER[:-1], "head_dim", "sliding_window", "global_head_dim", "num_global_key_value_heads")
+        + ("final_logit_softcapping",),
+        ("num_global_key_value_heads", "final_logit_softcapping"),
+    ),
     "gemma": ((*DECODER, "head_dim"), ()),
     "apertus": ((*DECODER, "head_dim"), DECODER[:1]),
     "arcee": ((*DECODER, "head_dim"), (DECODER[0], "head_dim")),

@@ -51,7 +51,8 @@ WITH_STATE = [name for name in SIZES if hasattr(SIZES[name]["debugmodel"], "n_st
 @pytest.mark.parametrize("family", [name for name in SIZES if MODELS[name].balance is None and name not in WITH_STATE])
 def test_equal_to_torchs_counter(family):
     args = dataclasses.replace(SIZES[family]["debugmodel"], n_layers=2, vocab_size=256)
-    assert counted_per_token(args, MODELS[family].build) == pytest.approx(flops_per_token(args, 64).full, rel=1e-3)
+    spec = MODELS[family]
+    assert counted_per_token(args, spec.build) == pytest.approx(spec.flops_per_token(args, 64).full, rel=1e-3)
 
 
 LATENT = {"n_layers": 3, "n_heads": 2, "vocab_size": 256, "ffn_dim": 128, "kv_lora_rank": 64}
@@ -66,6 +67,7 @@ LATENT = {"n_layers": 3, "n_heads": 2, "vocab_size": 256, "ffn_dim": 128, "kv_lo
         ("mixtral", {"n_layers": 2, "vocab_size": 256}),
         ("qwen2_moe", {"n_layers": 2, "vocab_size": 256}),
         ("glm4_moe", {"n_layers": 3, "vocab_size": 256}),
+        ("llama4", {"n_layers": 4, "vocab_size": 256}),
         ("glm4_moe_lite", LATENT | {"q_lora_rank": 96}),
         ("mistral4", LATENT | {"q_lora_rank": 96}),
         ("minimax_m2", {"n_layers": 2, "vocab_size": 256}),

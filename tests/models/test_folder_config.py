@@ -187,6 +187,8 @@ PUBLISHED = {
         "output_router_logits": False,
         "decoder_sparse_step": 1,
     },
+    "gemma4_text": {"vocab_size_per_layer_input": 262144, "use_double_wide_mlp": False, "num_kv_shared_layers": 0}
+    | {"enable_moe_block": False, "num_experts": None, "use_bidirectional_attention": "vision"},
     "llama4_text": {"for_llm_compressor": False, "attn_temperature_tuning": True, "output_router_logits": False}
     | {"router_aux_loss_coef": 0.001, "router_jitter_noise": 0.0},
     "gpt_oss": {"experts_per_token": 3, "initial_context_length": 16, "router_aux_loss_coef": 0.9}

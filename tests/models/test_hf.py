@@ -31,6 +31,7 @@ from tests.support.tiny_decoders import LLAMA, SCALING
 from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES
 from torchtitan.models.hf.config import INDEX
+from torchtitan.models.llama import LLAMAS
 from torchtitan.models.llama.model import HF, Llama
 
 TINY = LLAMA["llama2"]
@@ -72,9 +73,6 @@ def test_the_rope_scaling_of_the_test_shape_covers_every_case():
 def test_positions_mean_the_same_in_transformers():
     model = build_llama(LLAMA["llama3.1"])
     compare_positions(model, to_transformers(model))
-
-
-LLAMAS = [family for family in SIZES if family.startswith("llama")]
 
 
 @pytest.mark.parametrize("family", LLAMAS)

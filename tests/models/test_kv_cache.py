@@ -11,6 +11,7 @@ from torchtitan.models.deepseek.model import Deepseek
 from torchtitan.models.falcon_h1.model import FalconH1
 from torchtitan.models.gemma2.model import Gemma2
 from torchtitan.models.gemma3.model import Gemma3
+from torchtitan.models.gemma4.model import Gemma4
 from torchtitan.models.granite4.model import Granite4
 from torchtitan.models.kv_cache import CachedDecoder
 from torchtitan.models.lfm2.model import Lfm2
@@ -31,6 +32,7 @@ MODELS = {
     "falcon_h1, a state beside attention": (FalconH1, GATED["falcon_h1"]),
     "gemma2, capped scores": (Gemma2, GATED["gemma2"]),
     "gemma3, windows in some layers": (Gemma3, GEMMA3["plain"]),
+    "gemma4, heads of two widths": (Gemma4, GATED["gemma4"]),
     "granite4, a state in most layers": (Granite4, GATED["granite4"]),
     "lfm2, convolutions in most layers": (Lfm2, GATED["lfm2"]),
     "nemotron_h, layers without attention": (NemotronH, GATED["nemotron_h dense"]),

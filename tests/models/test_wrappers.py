@@ -84,6 +84,7 @@ PAIRS = [(kind, text) for kind in KINDS for text in DEFAULTS if WRAPPERS[kind].t
 def test_absent_keys_are_read_as_transformers_fills_them(kind, text_type, tmp_path):
     text = {} if WRAPPERS[kind].text_type == text_type else {"model_type": text_type}
     text |= {"hidden_size": 2560} if text_type == "gemma3_text" else {}
+    text |= {"hidden_size_per_layer_input": 0} if text_type == "gemma4_text" else {}
     if text_type == "ministral3":  # without the table its growth of queries is refused
         text["rope_parameters"] = CONFIG_MAPPING[text_type]().rope_parameters
     CONFIG_MAPPING[kind](text_config=text).save_pretrained(tmp_path)
@@ -102,8 +103,8 @@ QWEN2_VL = {"model_type": "qwen2_vl", TEXT: text_config("qwen2_vl"), "vision_con
         (GEMMA3, {TEXT: None}, "text_config = None; allowed: an object"),
         (
             GEMMA3,
-            {TEXT: {"model_type": "gemma4_text"}},
-            "text_config has model_type = 'gemma4_text'; allowed: gemma3_te",
+            {TEXT: {"model_type": "gemma3n_text"}},
+            "text_config has model_type = 'gemma3n_text'; allowed: gemma3_te",
         ),
         (GEMMA3, {TEXT: {"model_type": ["llama"]}}, r"text_config has model_type = \['llama'\]; allowed: gemma3_text"),
         (GEMMA3, {"next_month": 1}, r"outside of text_config it has a key.*next_month = 1; .*ignore_config_keys = \["),

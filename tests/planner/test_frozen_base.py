@@ -49,6 +49,7 @@ def test_sizes_are_those_of_a_model(kind, target, dtype):
         (('--training.unfrozen=["*norm*"]',), "training.unfrozen: the formulas"),
         (("--model.name=falcon_h1",), "model.name = 'falcon_h1': the formulas do not describe layers with a state"),
         (("--model.name=llama4",), "model.name = 'llama4': the formulas do not describe experts in every n-th layer"),
+        (("--model.name=gemma4",), "model.name = 'gemma4': the formulas do not describe heads of two widths"),
         (("--model.name=qwen3_5",), "model.name = 'qwen3_5': the formulas do not describe layers with a state"),
         (("--model.name=nemotron_h", '--model.overrides={layer_pattern = "*E"}'), "do not describe layers of one part"),
         (("--model.name=granite", "--model.overrides={attention_dropout = 0.1}"), "that attention_dropout keeps; set"),

@@ -331,8 +331,6 @@ def attention_in_chunks() -> list[Combination]:
     rows = [Combination(**EXPERT_LAYOUTS[name], **exact) for name in ("FSDP 2", "TP 2")]
     rows += [Combination(**LAYOUTS["DDP 2"], model="llama4"), Combination(**COMPOSED["PP 2"], **exact)]
     rows += [Combination(**COMPOSED["CP 2"], **exact, method=method) for method in ("allgather", "ulysses")]
-    rows += [Combination(**COMPOSED["CP 2"], model="llama4", balance=False)]
-    rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **exact, schedule="DualPipeV", overlap=True)]
     return rows + [Combination(**EXPERT_LAYOUTS["FSDP 2"], model="llama4", adapter="lora", recompute="full")]
 
 
@@ -610,7 +608,7 @@ def windows_of_some_layers() -> list[Combination]:
 
 GATED = ("falcon", "gemma2", "glm", "glm4", "granite", "olmo2", "olmo3", "phi", "phi3", "phi4", "seed_oss", "smollm3")
 GATED += ("stablelm", "arcee", "gemma", "gpt_neox", "starcoder2", "nemotron", "cohere", "cohere2", "hunyuan_v1_dense")
-GATED += ("apertus", "gptj")
+GATED += ("apertus", "gptj", "gemma4")
 """Families that are a Llama with other options."""
 
 

@@ -280,7 +280,8 @@ def without_harmless_keys(folder: Path, model_type: str) -> Path:
     config = json.loads((folder / "config.json").read_text())
     kept = {key: config[key] for key in config if key not in harmless}
     if TEXT in kept:
-        kept[TEXT] = {key: value for key, value in kept[TEXT].items() if key not in harmless} | {"pad_token_id": None}
+        pad = 0 if "gemma4" in model_type else None  # which takes the places of images
+        kept[TEXT] = {key: value for key, value in kept[TEXT].items() if key not in harmless} | {"pad_token_id": pad}
     elif model_type != "roberta":  # the default of an absent pad may be beyond the tiny vocabulary
         kept["pad_token_id"] = None
     (folder / "config.json").write_text(json.dumps(kept))

@@ -60,6 +60,8 @@ MICRO_SIZES = {
     "gemma2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, query_scalar=24)
     | dict(score_cap=0.5, logit_cap=1.0),
     "gemma3": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, global_interval=2, query_scalar=24),
+    "gemma4": dict(n_kv_heads=4, head_dim=16, ffn_dim=96, sliding_window=7, global_interval=2, logit_cap=3.0)
+    | dict(global_head_dim=24, global_kv_heads=2, global_rotary_dim=8, keys_are_values=True),
     "granite": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, attention_bias=True, mlp_bias=True, attention_dropout=0.25),
     "granite4": MIXER | dict(layer_pattern="M*", expert_dim=32, aux_loss_weight=0.1),
     "lfm2": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, layer_pattern="C*"),

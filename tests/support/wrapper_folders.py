@@ -20,10 +20,13 @@ _IDEFICS = _TOWER | dict(image_size=28, patch_size=14)
 _QWEN = dict(depth=1, hidden_size=64, num_heads=2, patch_size=14, out_hidden_size=64)
 _LLAMA4 = _TOWER | dict(image_size=28, patch_size=14, projector_input_dim=16, projector_output_dim=16)
 _LLAMA4 |= dict(vision_output_dim=16)
+_GEMMA4 = _TOWER | dict(head_dim=8, num_key_value_heads=2, position_embedding_size=8)
 _SOUND = dict(d_model=16, encoder_layers=1, encoder_attention_heads=2, encoder_ffn_dim=16, num_mel_bins=8)
 _SOUND |= dict(max_source_positions=8)
 PARTS_OF = {
     "gemma3": dict(vision_config=_SIGLIP, mm_tokens_per_image=4),
+    "gemma4": dict(vision_config=_GEMMA4),
+    "gemma4_unified": dict(vision_config=dict(mm_embed_dim=16, output_proj_dims=16, mm_posemb_size=8)),
     "got_ocr2": dict(vision_config=dict(hidden_size=16, output_channels=8, num_hidden_layers=1, num_attention_heads=2)),
     "idefics2": dict(vision_config=_IDEFICS, perceiver_config=dict(resampler_depth=1, resampler_n_heads=4)),
     "idefics3": dict(vision_config=_IDEFICS),
@@ -53,9 +56,10 @@ def text_config(kind: str, text_type: str | None = None) -> dict:
     """Return the text_config of a kind, with the sizes of a tiny text model. `text_type`: another than its own."""
     text_type = text_type or WRAPPERS[kind].text_type
     plain_type = PLAIN_TYPES.get(text_type, text_type)
-    args = BY_MODEL_TYPE[plain_type]
+    args = BY_MODEL_TYPE[plain_type.replace("_unified", "")]
     fields = CONFIG_CONVERTERS[family_for_model_type(plain_type)].to_hf(args) | {"model_type": text_type}
     del fields["architectures"]
+    fields |= {"pad_token_id": 0} if "gemma4" in text_type else {}  # in the place of images
     if text_type in PLAIN_TYPES:
         pairs = args.head_dim // 2
         fields["rope_scaling"] = {

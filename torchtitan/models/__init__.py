@@ -23,6 +23,7 @@ from torchtitan.models.family import ConfigConverter, Family
 from torchtitan.models.gemma import FAMILY as GEMMA
 from torchtitan.models.gemma2 import FAMILY as GEMMA2
 from torchtitan.models.gemma3 import FAMILY as GEMMA3
+from torchtitan.models.gemma4 import FAMILY as GEMMA4
 from torchtitan.models.glm4 import GLMS
 from torchtitan.models.glm4_moe import FAMILY as GLM4_MOE
 from torchtitan.models.glm4_moe_lite import FAMILY as GLM4_MOE_LITE
@@ -71,6 +72,7 @@ FAMILIES: dict[str, Family] = {
     "gemma": GEMMA,
     "gemma2": GEMMA2,
     "gemma3": GEMMA3,
+    "gemma4": GEMMA4,
     **GLMS,
     "glm4_moe": GLM4_MOE,
     "glm4_moe_lite": GLM4_MOE_LITE,

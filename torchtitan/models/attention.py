@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import AuxRequest, BlockMask, create_bloc
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.fused import compile_lazily
-from torchtitan.models.layers import autocast_dtype, autocast_off, rotate
+from torchtitan.models.layers import UnitNorm, autocast_dtype, autocast_off, rotate
 from torchtitan.parallelisms.attention_kernels import fastest_cpu_dtype, mask_bias
 from torchtitan.parallelisms.attention_sinks import SinkAttentionFunction, join_sinks
 from torchtitan.parallelisms.capped_attention import VisibleKeys, capped_attention
@@ -304,6 +304,8 @@ class GroupedQueryAttention(nn.Module):
     normalized before rotation (arXiv:2302.05442, as in Qwen 3) or with `norms_rotated` after it, with `over_heads` all
     heads' at once, with `by_head` by weights for each. `bias` applies to all four matrices, unless `output_bias` is
     given for the last one. Scores are scaled by `query_scale` / sqrt(E).
+    `norms_values`: values are divided by their root mean square. `shares_keys`: values are the keys before their norm,
+    the first feature of all pairs before the second one of all, as in transformers.
     `growth`: see growth_of_queries. `sinks`: heads have one, see Sinks.
     `gated`: the output of each head is multiplied by the sigmoid of E further features of wq, which follow the head's
     query (arXiv:2505.06708), or with `gate_matrix` of a matrix wg.
@@ -326,6 +328,8 @@ class GroupedQueryAttention(nn.Module):
         by_head: bool = False,
         norms_rotated: bool = False,
         gate_matrix: bool = False,
+        norms_values: bool = False,
+        shares_keys: bool = False,
     ):
         super().__init__()
         assert query_scale == 1 or not norms_rotated, "a norm would undo the scale"
@@ -333,23 +337,27 @@ class GroupedQueryAttention(nn.Module):
         self.head_dim, self.query_scale, self.over_heads = args.head_dim, query_scale, over_heads
         self.wq = nn.Linear(args.dim, (1 + gated) * args.n_heads * args.head_dim, bias)
         self.wk = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
-        self.wv = nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
+        self.wv = None if shares_keys else nn.Linear(args.dim, args.num_kv_heads * args.head_dim, bias)
         self.wg = nn.Linear(args.dim, args.n_heads * args.head_dim, bias=False) if gate_matrix else None
         self.wo = nn.Linear(args.n_heads * args.head_dim, args.dim, bias if output_bias is None else output_bias)
         heads = (args.n_heads, args.num_kv_heads) if over_heads or by_head else (1, 1)
         norms = [qk_norm(n * args.head_dim, args.norm_eps) if qk_norm else None for n in heads]
         self.q_norm, self.k_norm = norms
+        self.v_norm = UnitNorm(args.head_dim, args.norm_eps) if norms_values else None
         self.sinks = Sinks(args.n_heads) if sinks else None
         self.kernel = kernel
 
     def forward(self, x: torch.Tensor, shared: SharedInputs) -> torch.Tensor:
         """[B, S, D] -> [B, S, D]"""
         # -1 and not the number of heads: under tensor parallelism a rank has only some of them
-        q, k, v = self.wq(x), self.wk(x), self.wv(x)
+        q, k = self.wq(x), self.wk(x)
+        v = k if self.wv is None else self.wv(x)
         gate = None if self.wg is None else self.wg(x)
         if self.over_heads:
             q, k = self.q_norm(q), self.k_norm(k)
         q, k, v = (y.unflatten(-1, (-1, self.head_dim)) for y in (q, k, v))  # [B, S, H or K, E]
+        v = v if self.wv is not None else v.unflatten(-1, (-1, 2)).transpose(-1, -2).flatten(-2)
+        v = v if self.v_norm is None else self.v_norm(v)
         if self.gated:
             q, gate = q.unflatten(-2, (-1, 2)).unbind(-2)
             gate = gate.flatten(-2)

@@ -62,6 +62,19 @@ def flops_per_token(sizes: ModelSizes, seq_len: int) -> FlopsPerToken:
     return FlopsPerToken(full=with_keys(sizes, full), causal=with_keys(sizes, causal))
 
 
+def flops_by_layer(sizes: Any, seq_len: int) -> FlopsPerToken:
+    """Return the FLOPs of a model whose heads differ between layers."""
+
+    def total(keys: Callable[[int, int], float]) -> float:
+        layers = range(sizes.n_layers)
+        widths = (
+            sizes.attention_sizes(layer).head_dim * keys(seq_len, sizes.window_of(layer) or seq_len) for layer in layers
+        )
+        return _of_weights(sizes) + 12 * sizes.n_heads * sum(widths)
+
+    return FlopsPerToken(full=total(min), causal=total(causal_keys))
+
+
 def mean_over_layers(sizes: Any, seq_len: int, keys: Callable[[int, int], float]) -> float:
     """Return the mean over the layers of keys(seq_len, window): `n_global_layers` have no window, nor chunks."""
     windowed = keys(seq_len, getattr(sizes, "sliding_window", 0) or seq_len)

@@ -67,11 +67,13 @@ class GatedDecoder(Decoder):
             return layer_block
 
         @cache
-        def kind(rope: Rope | None, window: int, kernel: Callable[[], nn.Module] | None) -> AttentionKind:
-            return AttentionKind(rope and Rotary(args.rotary_dim, *rope), window, kernel)
+        def kind(width: int, rope: Rope | None, window: int, kernel: Callable[[], nn.Module] | None) -> AttentionKind:
+            return AttentionKind(rope and Rotary(width, *rope), window, kernel)
 
-        windows = [0 if args.is_global(layer) else args.sliding_window for layer in range(args.n_layers)]
-        kinds = [kind(args.rope(layer), window, self.kernel_of(args, layer)) for layer, window in enumerate(windows)]
+        kinds = [
+            kind(args.rope_width(layer), args.rope(layer), args.window_of(layer), self.kernel_of(args, layer))
+            for layer in range(args.n_layers)
+        ]
         final_norm = norm_of(args)(args.dim, args.norm_eps)
         kernel = dict(attention_dropout=getattr(args, "attention_dropout", 0.0), score_cap=args.score_cap)
         head = nn.Linear(args.dim, args.outputs, args.head_bias)

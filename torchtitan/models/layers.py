@@ -21,7 +21,7 @@ from torch import nn
 
 from torchtitan.core.errors import FLOAT8_MULTIPLE
 from torchtitan.core.float8 import E4M3, E5M2, Scaled, product, quantize
-from torchtitan.models.sizes import LongRope, RopeScaling
+from torchtitan.models.sizes import LongRope, PartialRope, RopeScaling
 from torchtitan.parallelisms.plan import ParallelPlan, match_blocks
 from torchtitan.torch_internals.dispatch import graph_task_id, will_execute
 
@@ -241,7 +241,7 @@ def _(total: torch.Tensor, amount: torch.Tensor) -> None:
 
 
 def frequencies(
-    head_dim: int, theta: float, scaling: RopeScaling | LongRope | None, device: torch.device
+    head_dim: int, theta: float, scaling: RopeScaling | LongRope | PartialRope | None, device: torch.device
 ) -> torch.Tensor:
     """Return the radians per position, [head_dim / 2], from 1 down to about 1 / theta, with scaling applied."""
     exponents = torch.arange(0, head_dim, 2, device=device).float() / head_dim
@@ -249,6 +249,8 @@ def frequencies(
         return 1.0 / theta**exponents
     if isinstance(scaling, LongRope):
         return 1.0 / (torch.tensor(scaling.short_factors, device=device) * theta**exponents)
+    if isinstance(scaling, PartialRope):
+        return 1.0 / theta ** exponents[: scaling.rotated // 2]
     plain = 1.0 / scaling.theta(theta, head_dim) ** exponents
     if scaling.kind == "ntk":
         return plain

@@ -50,7 +50,16 @@ class LongRope:
     kind: ClassVar = "longrope"
 
 
-Rope = tuple[float, RopeScaling | LongRope | None]
+@dataclass(frozen=True)
+class PartialRope:
+    """Rotary wavelengths of all features of a head, of which the first `rotated` are rotated."""
+
+    rotated: int
+
+    kind: ClassVar = "partial"
+
+
+Rope = tuple[float, RopeScaling | LongRope | PartialRope | None]
 NormOrder = Literal["pre", "post", "output", "sandwich", "shared", "parallel"]
 """Place of a block's norms: before attention and feed-forward, after each residual sum (arXiv:1706.03762), of the
 outputs of both alone (arXiv:2501.00656), or before both and of their outputs. In the last two attention and
@@ -265,6 +274,14 @@ class GatedDecoderSizes:
     def rotary_dim(self) -> int:
         """Number of features at the beginning of a head that rotary positions rotate."""
         return self.head_dim
+
+    def rope_width(self, layer: int) -> int:
+        """Return the number of features of a head that a layer's rotary positions have wavelengths for."""
+        return self.rotary_dim
+
+    def window_of(self, layer: int) -> int:
+        """Return the number of tokens of a layer's window; 0 without one."""
+        return 0 if self.is_global(layer) else self.sliding_window
 
     def rope(self, layer: int) -> Rope | None:
         """Return theta and scaling of a layer's rotary positions; None if it has none."""

@@ -113,6 +113,7 @@ def split_sizes(args: Any) -> dict[str, int]:
     sizes = {
         "n_heads": args.n_heads,
         "n_kv_heads": args.num_kv_heads,
+        "global_kv_heads": getattr(args, "global_kv_heads", 0),
         "delta_key_heads": getattr(args, "delta_key_heads", 0),
         "ssm_heads": getattr(args, "ssm_heads", 0),
         "feed-forward width": getattr(args, "ffn_dim", 0),  # 0 if every layer has experts

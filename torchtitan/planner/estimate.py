@@ -242,8 +242,10 @@ class Stages:
     @cached_property
     def layers_differ(self) -> bool:
         """True if layers of the same kind may differ in their modules or in the parameters that they train."""
-        adapter = self.job.config.adapter
-        if spec_of(adapter).stateful or adapter.layers or getattr(self.job.model.args, "moe_interval", 1) > 1:
+        adapter, args = self.job.config.adapter, self.job.model.args
+        if spec_of(adapter).stateful or adapter.layers:
+            return True
+        if getattr(args, "moe_interval", 1) > 1 or hasattr(args, "global_head_dim"):
             return True
         patterns = (*adapter.train_fully, *self.job.config.training.unfrozen)
         if not patterns:

@@ -44,6 +44,9 @@ def planning_obstacle(model: JobModel) -> str:
     if getattr(model.args, "n_state_layers", 0):
         reason = "the formulas do not describe layers with a state; `torchtitan estimate` predicts its memory"
         return f"model.name = {name!r}: {reason}"
+    if hasattr(model.args, "global_head_dim"):
+        reason = "the formulas do not describe heads of two widths; `torchtitan estimate` predicts its memory"
+        return f"model.name = {name!r}: {reason}"
     if getattr(model.args, "moe_interval", 1) > 1:
         reason = "the formulas do not describe experts in every n-th layer; `torchtitan estimate` predicts its memory"
         return f"model.name = {name!r}: {reason}"

@@ -107,7 +107,7 @@ class TensorMap:
     read but not written. `stacks`: names of [experts, in, out] with one HF tensor [experts, out, in], of which the
     joined ones follow each other along `out`.
     `by_head`: tensors [heads x head_dim] with one HF tensor [head_dim] for each head, and the number of heads.
-    `head_rows`: of a reordered tensor, the rows of each head, where they are not `head_dim`.
+    `head_rows`: of a reordered tensor, in one layer or in all, the rows of each head, where they are not `head_dim`.
     `head`: our names that belong to the task of the model, which a folder of a model for another task lacks.
     `reordered`: tensors with rows in another order, by heads of `head_dim` rows, of which only the first `rotary_dim`
     differ if it is given. `transposed`: matrices stored as
@@ -346,7 +346,7 @@ class TensorMap:
 
     def rows_of_head(self, name: str) -> int:
         """Return the rows of a head in a tensor with rows in another order."""
-        return self.head_rows.get(_within_layer(name), self.head_dim)
+        return self.head_rows.get(name, self.head_rows.get(_within_layer(name), self.head_dim))
 
     def rows_to_hf(self, name: str, weight: torch.Tensor) -> torch.Tensor:
         """Reorder the rows of whole heads of a tensor, [heads x rows of a head, ...], from adjacent pairs to halves."""
@@ -359,7 +359,7 @@ class TensorMap:
     def _reorder(self, name: str, weight: torch.Tensor, pairs: tuple[int, int]) -> torch.Tensor:
         """Transpose the rotated rows of each head as a matrix of this shape."""
         heads = weight.unflatten(0, (-1, self.rows_of_head(name)))
-        rotated = self.rotary_dim or self.head_dim
+        rotated = self.rotary_dim or self.rows_of_head(name)
         turned, plain = heads[:, :rotated], heads[:, rotated:]
         turned = turned.unflatten(1, pairs).transpose(1, 2).flatten(1, 2)
         return (torch.cat((turned, plain), dim=1) if plain.numel() else turned).flatten(0, 1)

@@ -259,7 +259,7 @@ REWRITTEN_FIELDS = ("torch_dtype", "num_nextn_predict_layers", "tie_word_embeddi
 depths, and whether there is a head of its own, which the tensors decide."""
 TASK_FIELDS = ("architectures", "id2label", "label2id")
 """Fields of the model's task, which may differ from the source's."""
-CLASS_PREFIXES = {"xlm-roberta": "XLMRoberta", "camembert": "Camembert"}
+CLASS_PREFIXES = {"xlm-roberta": "XLMRoberta", "camembert": "Camembert", "gemma4_unified_text": "Gemma4Unified"}
 """Prefixes of transformers' classes for model types that an export keeps, though the family writes another one."""
 
 

@@ -28,8 +28,11 @@ def _sizes(vocabulary: int, dim: int, ffn_dim: int | None, layers: int, heads: i
 
 _QWEN2_VL = _sizes(152064, 8192, 29568, 80, 64) | {"num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 1e6}
 _QWEN2_VL |= {"max_window_layers": 80}
+_GEMMA4 = _sizes(262144, 2304, 9216, 30, 8) | {TIED: True}
 DEFAULTS: dict[str, dict[str, Any]] = {
     "gemma3_text": _sizes(262208, 2304, 9216, 26, 8) | {TIED: True},
+    "gemma4_text": _GEMMA4,
+    "gemma4_unified_text": _GEMMA4,
     "llama": _sizes(32000, 4096, 11008, 32, 32),
     "llama4_text": _sizes(202048, 5120, 8192, 48, 40),
     "ministral3": _sizes(131072, 4096, 14336, 34, 32),
@@ -80,6 +83,8 @@ _VOXTRAL = _sizes(131072, 3072, 8192, 30, 32) | {"num_key_value_heads": 8, "max_
 _VOXTRAL |= {"rms_norm_eps": 1e-5, "rope_theta": 1e8, "head_dim": 128}
 WRAPPERS = {
     "gemma3": Wrapper("gemma3_text", True),
+    "gemma4": Wrapper("gemma4_text", True, prefixes=_PARTED),
+    "gemma4_unified": Wrapper("gemma4_unified_text", True, prefixes=_PARTED),
     "got_ocr2": Wrapper("qwen2", True),
     "idefics2": Wrapper("mistral", prefixes=_IDEFICS),
     "idefics3": Wrapper("llama", prefixes=_IDEFICS),
@@ -107,6 +112,7 @@ WRAPPERS = {
 _PARTS = ("vision_config", "audio_config", "perceiver_config")
 _TOKENS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio", "vision") for end in ("id", "index"))
 _TOKENS += ("vision_start_token_id", "vision_end_token_id", "boi_token_index", "eoi_token_index", "ignore_index")
+_TOKENS += ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index")
 _LENGTHS = ("mm_tokens_per_image", "image_seq_length", "video_seq_length", "image_grid_pinpoints", "spatial_merge_size")
 _LENGTHS += ("spatial_pool_mode", "spatial_pool_stride", "downsample_ratio", "scale_factor", "vision_aspect_ratio")
 _PROJECTOR = ("projector_hidden_act", "projector_layernorm_eps", "multimodal_projector_bias")
@@ -196,6 +202,7 @@ def _with_plain_positions(text: dict[str, Any]) -> dict[str, Any]:
 
 PARTS = ("vision_tower.", "vision_model.", "multi_modal_projector.", "visual.", "image_newline", "image_tower.")
 PARTS += ("video_tower.", "audio_tower.", "connector.", "vision_encoder.", "vision_projection.")
+PARTS += ("embed_vision.", "embed_audio.", "vision_embedder.")
 """Beginnings of names of other tensors, after "model." in files of transformers 5."""
 
 

@@ -1,0 +1,149 @@
+"""Gemma 4: what it has beyond the gated decoders, which test_gated.py compares."""
+
+import dataclasses
+import random
+import sys
+
+import pytest
+import torch
+from transformers import Gemma4ForCausalLM, Gemma4TextConfig
+
+from tests.support.hf_parity import build, close, compare, exact, refuse_config, tokens_for, twin
+from tests.support.tiny_decoders import GATED
+from torchtitan.core.errors import JobError
+from torchtitan.models import SIZES
+from torchtitan.models.gemma4.model import HF, Gemma4
+from torchtitan.models.hf.wrappers import text_part
+
+TINY = GATED["gemma4"]
+TEXT = {  # google/gemma-4-31B
+    "attention_bias": False,
+    "attention_dropout": 0.0,
+    "attention_k_eq_v": True,
+    "dtype": "bfloat16",
+    "enable_moe_block": False,
+    "final_logit_softcapping": 30.0,
+    "global_head_dim": 512,
+    "head_dim": 256,
+    "hidden_activation": "gelu_pytorch_tanh",
+    "hidden_size": 5376,
+    "hidden_size_per_layer_input": 0,
+    "intermediate_size": 21504,
+    "layer_types": [*["sliding_attention"] * 5, "full_attention"] * 10,
+    "max_position_embeddings": 262144,
+    "model_type": "gemma4_text",
+    "num_attention_heads": 32,
+    "num_global_key_value_heads": 4,
+    "num_hidden_layers": 60,
+    "num_key_value_heads": 16,
+    "num_kv_shared_layers": 0,
+    "rms_norm_eps": 1e-06,
+    "rope_parameters": {
+        "full_attention": {"partial_rotary_factor": 0.25, "rope_theta": 1000000.0, "rope_type": "proportional"},
+        "sliding_attention": {"rope_theta": 10000.0, "rope_type": "default"},
+    },
+    "sliding_window": 1024,
+    "tie_word_embeddings": True,
+    "use_cache": True,
+    "use_double_wide_mlp": False,
+    "vocab_size": 262144,
+}
+
+
+def test_a_published_config_is_read():
+    config = text_part({"model_type": "gemma4", "text_config": TEXT, "vision_config": {}, "image_token_id": 258880})
+    assert HF.config.args_from_config(config) == SIZES["gemma4"]["31B"]
+    assert round(SIZES["gemma4"]["31B"].num_parameters / 1e9, 1) == 30.7
+    plain = {key: value for key, value in TEXT.items() if key not in ("rope_parameters", "layer_types")}
+    assert HF.config.args_from_config(plain) == SIZES["gemma4"]["31B"]  # transformers' defaults
+
+
+def drawn(seed):
+    draw = random.Random(seed)
+    shares, kv_heads = draw.random() < 0.5, draw.choice([1, 2, 4])
+    global_head_dim = draw.choice([4, 8, 20])
+    return dataclasses.replace(
+        TINY,
+        n_layers=draw.randint(1, 5),
+        n_kv_heads=kv_heads,
+        head_dim=draw.choice([4, 8, 12]),
+        global_head_dim=global_head_dim,
+        global_kv_heads=draw.choice([1, 2, 4]) if shares else kv_heads,
+        global_rotary_dim=2 * draw.randint(1, global_head_dim // 2),
+        global_interval=draw.randint(1, 4),
+        keys_are_values=shares,
+        sliding_window=draw.choice([2, 3, 8, 64]),
+        logit_cap=draw.choice([0.0, 3.0]),
+        tied_embeddings=draw.random() < 0.5,
+        norm_eps=draw.choice([1e-6, 1e-2]),
+    )
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_drawn_sizes_compute_as_in_transformers(seed, monkeypatch):
+    args = drawn(seed)
+    read = HF.config.args_from_config(HF.config_to_hf(args))
+    interval = min(args.global_interval, args.n_layers)  # a longer one makes the same layers
+    assert read == dataclasses.replace(args, global_interval=interval)
+    model = build(Gemma4, args, dtype=torch.float64)
+    for block in model.layers.values():
+        block.layer_scale.uniform_(0.5, 2.0)
+    reference = twin(Gemma4ForCausalLM, Gemma4TextConfig, model, HF, torch.float64)
+    with exact(sys.modules[Gemma4ForCausalLM.__module__], model, reference, monkeypatch):
+        compare(model, reference, HF, 1e-11)
+
+
+@torch.no_grad()
+def test_the_scales_of_layers_are_stored_and_count(tmp_path):
+    model, other = build(Gemma4, TINY), build(Gemma4, TINY)
+    model.layers["1"].layer_scale.fill_(0.25)
+    HF.save_hf(tmp_path, model.state_dict(), TINY)
+    tokens = tokens_for(TINY)
+    before = other(tokens)
+    HF.load_hf(tmp_path, other, TINY)
+    assert torch.equal(other(tokens), model(tokens)) and not close(before, model(tokens), 1e-2)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"enable_moe_block": True}, "enable_moe_block = True, but this model only has False"),
+        ({"num_kv_shared_layers": 1}, "num_kv_shared_layers = 1, but this model only has 0"),
+        ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input = 8, but this model only has 0"),
+        ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'; allowed: null or 'vision'"),
+        ({"final_logit_softcapping": -1.0}, "final_logit_softcapping = -1.0; allowed: a number above 0, or null"),
+        ({"layer_types": ["full_attention"] * 2}, "layer_types = .*; allowed: 3 entries"),
+        ({"layer_types": 3}, "layer_types = 3; allowed: 3 entries"),
+        (
+            {"per_layer_config": {"1": {"head_dim": 16}, "2": {"head_dim": 8}}},
+            "per_layer_config = .*; allowed: the same",
+        ),
+        ({"per_layer_config": {"0": {"head_dim": 16}}}, "per_layer_config = .*; allowed: the same head_dim"),
+        ({"per_layer_config": {"1": {"sliding_window": 16}}}, "per_layer_config = .*; allowed: the same head_dim"),
+        ({"per_layer_config": []}, "per_layer_config = .*; allowed: the same head_dim"),
+        (
+            {"rope_parameters": {"full_attention": {"rope_type": "yarn"}}},
+            "rope_parameters has full_attention = .*'yarn'",
+        ),
+        (
+            {"rope_parameters": {"sliding_attention": {"rope_type": "default"}}},
+            "rope_parameters has full_attention = No",
+        ),
+        ({"rope_parameters": {"global": {}}}, "rope_parameters = .*; allowed: an object with sliding_attention"),
+        ({"num_global_key_value_heads": 3}, "global_kv_heads = 3 with n_heads = 4"),
+        ({"global_head_dim": 7}, "global_head_dim = 7: must be even"),
+        ({"attention_k_eq_v": 1}, "attention_k_eq_v = 1; allowed: true or false"),
+    ],
+)
+def test_other_configs_are_refused(change, message):
+    refuse_config(TINY, HF, change, message)
+
+
+def test_heads_that_transformers_lacks_are_not_exported():
+    with pytest.raises(JobError, match="global_kv_heads = 2: without keys_are_values transformers' Gemma 4 only has"):
+        HF.config_to_hf(dataclasses.replace(TINY, keys_are_values=False))
+
+
+def test_too_many_rotated_features_are_refused():
+    with pytest.raises(JobError, match="global_rotary_dim = 18: must be at most global_head_dim = 16"):
+        dataclasses.replace(TINY, global_rotary_dim=18)
