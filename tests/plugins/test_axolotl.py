@@ -150,6 +150,11 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ),
     ({"tokenizer_config": "other"}, FULL, {"model.tokenizer_path": "other"}),
     ({"special_tokens": {"bos_token": "<s>", "eos_token": "</s>"}}, FULL, {}),
+    (
+        {"qat": {"weight_dtype": "int4", "activation_dtype": "int8"}},
+        FULL,
+        {"qat.weight_dtype": "int4", "qat.activation_dtype": "int8", "qat.group_size": 32},
+    ),
     ({"s2_attention": True}, FULL | {"sequence_len": 64}, {"model.s2_group_size": 16}),
     ({"s2_attention": True}, FULL, {"model.s2_group_size": 128}),
     ({"s2_attention": False}, FULL, {}),

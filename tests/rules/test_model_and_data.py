@@ -94,7 +94,7 @@ MODEL = [
         ["--model.name=phi3", "--model.overrides={kv_lora_rank = 8}"],
         "model.overrides: given kv_lora_rank; allowed: sizes of phi3: dim, n_layers, n_heads, n_kv_heads, ffn_dim, "
         "head_dim, vocab_size, norm_eps, rope_theta, rope_scaling, tied_embeddings, max_seq_len, sliding_window, "
-        "rotary_factor, longrope; kv_lora_rank is a size of deepseek, glm4_moe_lite",
+        "rotary_factor, longrope; kv_lora_rank is a size of deepseek, glm4_moe_lite, mistral4",
     ),
     (
         ["--model.hf_folder=here"],
