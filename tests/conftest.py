@@ -23,6 +23,7 @@ if sys.platform == "linux":
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
 for name in [name for name in os.environ if name.startswith("SLURM_")]:
     del os.environ[name]  # if the tests run inside an allocation, their jobs must not use its variables
+os.environ.pop("NGPU", None)  # tests say themselves how many ranks they start
 # nohup ignores SIGHUP, and the processes of the tests would inherit that
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # torch's on-disk autograd cache mixes up entries of different optimizers and wrappers (measured on 2.13)
