@@ -28,3 +28,8 @@ def test_a_table_without_growth_has_none():
     assert CONFIG.args_from_config({"model_type": "mistral4", "rope_parameters": table}).query_growth == 0
     with pytest.raises(JobError, match="llama_4_scaling_beta = '1'; allowed: a finite number"):
         CONFIG.args_from_config({"model_type": "mistral4", "rope_parameters": table | {"llama_4_scaling_beta": "1"}})
+
+
+def test_its_folders_stack_experts():
+    form = HF.tensor_map(GATED["mistral4"])
+    assert form.is_stack("layers.0.moe.experts.w1") and form.with_stacks() == form
