@@ -134,8 +134,8 @@ class FakeQuantizedEmbedding(nn.Embedding):
 def use_fake_quantization(model: nn.Module, formats: Formats, embedding: NumberFormat | None) -> None:
     """Let all linears of a model compute with fake-quantized numbers, in place: those of blocks and the head.
 
-    Routers and other gates of experts, and stacks of experts, are left, as in a Hugging Face model, where they are no
-    nn.Linear. `embedding`: the format of the token embedding; None leaves it. Raises JobError for a width that is not a
+    Routers and other gates of experts, and stacks of experts, are left: most of them are no nn.Linear in transformers 5
+    either. `embedding`: the format of the token embedding; None leaves it. Raises JobError for a width that is not a
     whole number of groups.
     """
     for name, module in model.named_modules():
