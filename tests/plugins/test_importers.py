@@ -395,7 +395,7 @@ def test_a_model_in_a_folder(tmp_path):
     job = import_line(line)
     assert job.values["model.name"] == "llama3" and job.values["model.hf_folder"] == str(tmp_path)
     assert any("step1000: not checked" in note for note in job.notes)
-    (tmp_path / "config.json").write_text('{"model_type": "gptj"}')
+    (tmp_path / "config.json").write_text('{"model_type": "mpt"}')
     assert "no other family is here" in faults_by_flag(line)["model_name_or_path"]
     (tmp_path / "config.json").unlink()
     assert "a folder in Hugging Face format" in faults_by_flag(line)["model_name_or_path"]
