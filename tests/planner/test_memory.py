@@ -111,7 +111,7 @@ def rehearsed_peaks(jobs):
     return [estimate.worst(estimate.predict(job)).peak for job in resolved]
 
 
-DENSE, EXPERTS = MODELS[:6], MODELS[6:]
+DENSE, EXPERTS, FEW_EXPERTS = MODELS[:6], MODELS[6:], (("mixtral", "8x7B"),)
 ROTATION = "--parallelism.context_parallel_rotate_method="
 CONTEXT = [
     *("--model.name=llama3", "--model.flavor=8B", "--model.overrides={n_layers=4}", "--training.seq_len=32768"),
@@ -201,7 +201,7 @@ SAMPLES = {
         latent_plan("allgather", "full", "n_layers = 2, n_dense_layers = 0", cp=8, ep=8),
         latent_plan("allgather", "full", "n_layers = 16, n_dense_layers = 16", tp=4),
     ],
-    "experts": [memory_plan(1, index, EXPERTS) for index in (0, 7)],
+    "experts": [*(memory_plan(1, index, EXPERTS) for index in (0, 7)), memory_plan(7, 0, FEW_EXPERTS)],
     "replicas": [(2, [f"--{name}={value}" for name, value in REPLICAS.items()]), memory_plan(1, 102)],
     "optimizers": [optimizer_plan(1, index) for index in (0, 2)],
     "units": [memory_plan(1, index) for index in (8, 24, 41, 128, 151)],
@@ -209,13 +209,14 @@ SAMPLES = {
     "stages": [*(memory_plan(1, index) for index in (28, 60, 127, 132, 149, 154, 187)), memory_plan(2, 0)],
     "loss": [memory_plan(1, index) for index in (23, 34)],
 }
-"""Random plans. The last two dense ones: GPipe, accumulated gradients. With experts: GPipe with tensor parallel, and
-experts that no other rank has. Peaks in the reduction of a unit: of a block while one other is gathered, divided on one
-shard, of the embedding on one shard, of experts, of the head. Last blocks: two of them, of which the first gathers no
-other in backward; experts that replicas gather again. Stages: probabilities that live through backward; weight
-gradients that wait; gathered on one shard; no gradients before all forwards of a stage; reduced one after the other;
-unequal ones in flight; the backward of the second loss in chunks; experts that tensor-parallel ranks add in the end.
-Loss: three gradients of a tied head; the head's gathered buffer lives until the end of forward."""
+"""Random plans. The last two dense ones: GPipe, accumulated gradients. With experts: GPipe with tensor parallel,
+experts that no other rank has, and fewer experts than shards. Peaks in the reduction of a unit: of a block while one
+other is gathered, divided on one shard, of the embedding on one shard, of experts, of the head. Last blocks: two of
+them, of which the first gathers no other in backward; experts that replicas gather again. Stages: probabilities that
+live through backward; weight gradients that wait; gathered on one shard; no gradients before all forwards of a stage;
+reduced one after the other; unequal ones in flight; the backward of the second loss in chunks; experts that tensor-
+parallel ranks add in the end. Loss: three gradients of a tied head; the head's gathered buffer lives until the end of
+forward."""
 
 
 @pytest.mark.parametrize("kind", SAMPLES)

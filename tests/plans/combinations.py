@@ -315,6 +315,12 @@ def families_with_experts() -> list[Combination]:
         overlap = dict(schedule="DualPipeV", overlap=True)
         rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **exact, **overlap)]
         rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], model=model, adapter="lora", recompute="full")]
+    # fewer experts than shards
+    rows += [
+        Combination(ranks=8, dp_shard=4, cp=2, model="mixtral", accumulation=2, recompute="full", adapter=adapter)
+        for adapter in ("none", "lora")
+    ]
+    rows += [Combination(ranks=8, dp_shard=8, model="mixtral")]
     for model in ("glm4_moe_lite", "mistral4", "minimax_m2", "afmoe"):
         exact = dict(model=model, microbatch_size=1)
         rows += [Combination(**LAYOUTS["DDP 2"], **exact), Combination(**COMPOSED["PP 2"], **exact)]

@@ -34,6 +34,11 @@ MESSAGES = [
         'tensor-parallel weight a second time (torch 2.13); write "always"',
     ),
     (
+        [SHARDS + "16", SECOND + "2", "--model.name=mixtral"],
+        'fsdp_reshard_after_forward: given 2; allowed: "always" or "never" with 8 experts over 16 shards; a second '
+        'copy is sharded by experts, of which each rank\'s part would be padded; write "always"',
+    ),
+    (
         ["--parallelism.data_parallel_replicate_degree=2", REDUCE],
         'fsdp_quantized_reduce: given "int4"; allowed: "none" where nothing is sharded; leave it out, or start more '
         "ranks",

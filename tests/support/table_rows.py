@@ -70,7 +70,7 @@ MICRO_SIZES = {
     "llama4": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, expert_dim=32, moe_interval=2, no_rope_interval=3, top_k=2)
     | dict(chunk_size=5, query_growth=0.5, query_period=3, aux_loss_weight=0.1),
     "mistral": dict(n_kv_heads=2, head_dim=16, ffn_dim=96, sliding_window=7, query_growth=0.5, query_period=3),
-    "mixtral": dict(n_kv_heads=2, head_dim=16, expert_dim=32, aux_loss_weight=0.1, sliding_window=7),
+    "mixtral": dict(n_kv_heads=2, head_dim=16, expert_dim=32, n_experts=4, aux_loss_weight=0.1, sliding_window=7),
     "hunyuan_v1_dense": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),
     "nemotron": dict(n_kv_heads=2, head_dim=16, rotary_dim=8, ffn_dim=96, attention_bias=True),
     "cohere": dict(n_kv_heads=2, head_dim=16, ffn_dim=96),

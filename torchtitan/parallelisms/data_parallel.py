@@ -16,8 +16,9 @@ import torch.distributed as dist
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
-from torch.distributed.tensor import Shard
+from torch.distributed.tensor import DTensor, Shard
 
+from torchtitan.parallelisms.degrees import splits_features
 from torchtitan.parallelisms.plan import ParallelPlan, get_end_module, is_pipeline_part, match_blocks
 from torchtitan.parallelisms.quantized_collectives import quantize_collectives
 from torchtitan.torch_internals.dispatch import preserve_version_counter, tree_leaves
@@ -221,8 +222,9 @@ def apply_data_parallel(
             shard_placement_fn=partial(_shard_experts, expert_mesh.size(expert_mesh.ndim - 1)),
         )
         _hide_from_selective_recompute(experts)
+    placement = partial(_shard_few_experts, mesh.size(mesh.ndim - 1)) if second_shards == 1 else None
     for block in blocks:
-        shard(block, mesh=mesh, reshard_after_forward=bool(reshard_after_forward))
+        shard(block, mesh=mesh, reshard_after_forward=bool(reshard_after_forward), shard_placement_fn=placement)
     if second_shards > 1:
         _share_second_shards(blocks, second_shards)
     _prefetch_only_blocks_that_backward_reaches(model, [*blocks, *travelling])
@@ -326,8 +328,22 @@ def _shard_experts(shards: int, parameter: nn.Parameter) -> Shard:
 
     The first dimension counts experts, so ranks get full experts if these divide, and otherwise a part of every expert.
     """
-    shape = parameter.to_local().shape
+    shape = _local_shape(parameter)
     return Shard(next((dim for dim, size in enumerate(shape) if size % shards == 0), 0))
+
+
+def _shard_few_experts(shards: int, parameter: nn.Parameter) -> Shard | None:
+    """Return the placement of a stack of experts that would be padded; None, FSDP's own, for other parameters.
+
+    With fewer experts than shards, each shard would be padded to one expert, and a gather take `shards` of them. Second
+    shards have to be along the first dimension.
+    """
+    shape = _local_shape(parameter)
+    return _shard_experts(shards, parameter) if len(shape) > 2 and splits_features(shape[0], shards) else None
+
+
+def _local_shape(parameter: nn.Parameter) -> torch.Size:
+    return parameter.to_local().shape if isinstance(parameter, DTensor) else parameter.shape
 
 
 def _hide_from_selective_recompute(module: FSDPModule) -> None:

@@ -68,6 +68,14 @@ def expert_pool_size(dp_shard: int, cp: int, tp: int) -> int:
     return dp_shard * cp * tp
 
 
+def splits_features(experts: int, shards: int) -> bool:
+    """Return True if FSDP shards stacks of this many experts along their features and not by experts.
+
+    Every shard is padded to the largest. By experts they would take more than a quarter of memory in addition.
+    """
+    return -(-experts // shards) * shards > 1.25 * experts
+
+
 def check_num_experts(ep: int, experts: int, pool_size: int | None = None) -> None:
     """Check that the experts divide evenly over ep ranks. `pool_size`: the number of usable ranks, if known."""
     if experts % ep:

@@ -10,7 +10,7 @@ from torchtitan.config.options import Fault
 from torchtitan.config.sections.model import Parallelism
 from torchtitan.core.errors import LimitError, check_global_batch
 from torchtitan.parallelisms import degrees
-from torchtitan.parallelisms.degrees import NEEDS_DEGREE, check_expert_degree, check_num_experts
+from torchtitan.parallelisms.degrees import NEEDS_DEGREE, check_expert_degree, check_num_experts, splits_features
 from torchtitan.rules.facts import Facts, Rule
 
 
@@ -69,6 +69,10 @@ def second_shards_divide(facts: Facts) -> Iterator[Fault]:
     if facts.layout.tp > 1:
         reason = "FSDP2 cannot shard a tensor-parallel weight a second time (torch 2.13)"
         yield facts.fault(key, '"always" or "never" with tensor parallel', f'{reason}; write "always"')
+    elif facts.layout.ep == 1 and facts.model.experts and splits_features(facts.model.experts, shards):
+        allowed = f'"always" or "never" with {facts.model.experts} experts over {shards} shards'
+        reason = "a second copy is sharded by experts, of which each rank's part would be padded"
+        yield facts.fault(key, allowed, f'{reason}; write "always"')
     elif shards % size or size == shards:
         sizes = [str(n) for n in range(2, shards) if shards % n == 0]
         numbers = f", or a divisor of the {shards} shards: {', '.join(sizes)}" if sizes else ""

@@ -14,7 +14,7 @@ from torchtitan.models.sizes import ALPHAS, HEAD, QK_NORMS, SINKS, STACK, Sizes,
 from torchtitan.optimizers import OPTIMIZERS
 from torchtitan.optimizers.spec import SHARED, OptimizerSpec, Shape, StateSize
 from torchtitan.optimizers.step_sizes import RankShare, StepSize
-from torchtitan.parallelisms.degrees import expert_shards
+from torchtitan.parallelisms.degrees import expert_shards, splits_features
 from torchtitan.planner.frozen_base import FrozenBytes
 from torchtitan.planner.memory.rank_layout import RankLayout, kinds_of_layers
 
@@ -372,10 +372,21 @@ class RankWeights(RankLayout):
         dense, experts = self.weights[layer]
         name, (outputs, inputs) = list(self.args.block_linears(layer).items())[-1]
         last = outputs * inputs / (1 if split_side(name) is None else self.tp)
+        copied = self.compute * experts * self._splits_experts
         if self.layout.ep > 1:
             last = 0.0 if name == STACK else last
-            return [self._unit(experts, self.expert_shards, experts / 3), self._unit(dense, self.shards, last)]
-        return [self._unit(dense + experts, self.shards, experts / 3 if name == STACK else last)]
+            unit = self._unit(experts, self.expert_shards, experts / 3)
+            return [unit._replace(reducing=unit.reducing + copied), self._unit(dense, self.shards, last)]
+        unit = self._unit(dense + experts, self.shards, experts / 3 if name == STACK else last)
+        return [unit._replace(reducing=unit.reducing + copied)]
+
+    @property
+    def _splits_experts(self) -> bool:
+        """True if experts are sharded along features. Their gradients are copied into another order to be reduced."""
+        experts = getattr(self.args, "n_experts", 0)
+        if self.layout.ep > 1:
+            return experts // self.layout.ep % self.expert_shards > 0
+        return splits_features(experts, round(self.shards)) and not self.second_shards
 
     def _unit(self, weights: float, shards: float, last: float) -> Unit:
         return Unit(
