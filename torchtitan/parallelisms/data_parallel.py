@@ -213,18 +213,12 @@ def apply_data_parallel(
     second_shards = 1 if isinstance(reshard_after_forward, bool) else reshard_after_forward
     blocks = [block for _, block in match_blocks(model, plan)]
     travelling = [experts for _, experts in match_blocks(model, plan, plan.experts)] if expert_mesh is not None else []
-    shard = partial(fully_shard, mp_policy=precision, offload_policy=offload)
+    shard, reshards = partial(fully_shard, mp_policy=precision, offload_policy=offload), bool(reshard_after_forward)
     for experts in travelling:
-        shard(
-            experts,
-            mesh=expert_mesh,
-            reshard_after_forward=bool(reshard_after_forward) and expert_mesh.size() > 1,
-            shard_placement_fn=partial(_shard_experts, expert_mesh.size(expert_mesh.ndim - 1)),
-        )
-        _hide_from_selective_recompute(experts)
-    placement = partial(_shard_few_experts, mesh.size(mesh.ndim - 1)) if second_shards == 1 else None
+        _shard_travelling(experts, shard, expert_mesh, reshards)
+    of_stacks = partial(_shard_few_experts, mesh.size(mesh.ndim - 1)) if second_shards == 1 else None
     for block in blocks:
-        shard(block, mesh=mesh, reshard_after_forward=bool(reshard_after_forward), shard_placement_fn=placement)
+        shard(block, mesh=mesh, reshard_after_forward=reshards, shard_placement_fn=of_stacks)
     if second_shards > 1:
         _share_second_shards(blocks, second_shards)
     _prefetch_only_blocks_that_backward_reaches(model, [*blocks, *travelling])
@@ -241,6 +235,13 @@ def apply_data_parallel(
     quantize_collectives(fsdp_modules(model), mesh, second_shards, gather_int8, reduce_bits)
     if prefetch := max(prefetch, 1) if travelling and reshard_after_forward else prefetch:
         _set_prefetch(blocks, head[:1], prefetch, set(travelling))
+
+
+def _shard_travelling(experts: nn.Module, shard: Callable, mesh: DeviceMesh, reshards: bool) -> None:
+    """Make experts under expert parallel a unit of FSDP over the ranks of `mesh`."""
+    placement = partial(_shard_experts, mesh.size(mesh.ndim - 1))
+    shard(experts, mesh=mesh, reshard_after_forward=reshards and mesh.size() > 1, shard_placement_fn=placement)
+    _hide_from_selective_recompute(experts)
 
 
 def _head(model: nn.Module, plan: ParallelPlan) -> list[nn.Module]:
