@@ -456,6 +456,23 @@ def test_a_thinned_pipeline_keeps_its_cut():
     assert thin.model.args.n_layers == 4
 
 
+@pytest.mark.parametrize("interval", [2, 3])
+@pytest.mark.parametrize("family, size", [("llama4", "moe_interval"), ("gemma4", "global_interval")])
+def test_a_thinned_pipeline_keeps_the_parameters_of_its_layers(family, size, interval):
+    stages = [["layers.0", "layers.1"], ["layers.2", "layers.3", "layers.4"], [f"layers.{n}" for n in range(5, 9)]]
+    overrides = f"--model.overrides={{n_layers=9, {size}={interval}}}"
+    options = [f"--model.name={family}", overrides, "--parallelism.pipeline_parallel_degree=3"]
+    job = ResolvedJob(manager.load(options), 3)
+    for stage, names in enumerate(stages):
+        thin = prediction.Stages(job, stages).with_layers({stage: len(names)})
+        thinned = thin.config.parallelism.module_fqns_per_model_part[stage]
+        linears = [
+            [args.block_linears(int(name.removeprefix("layers."))) for name in layers]
+            for args, layers in ((job.model.args, names), (thin.model.args, thinned))
+        ]
+        assert linears[0] == linears[1]
+
+
 @pytest.mark.parametrize("layers", ["0-1", "1-2", "5", "0,2-5"])
 def test_thinned_layers_keep_their_windows(layers):
     overrides = f"{{n_layers=6, sliding_window=8, window_layers={layers!r}}}"

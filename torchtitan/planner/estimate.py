@@ -242,10 +242,9 @@ class Stages:
     @cached_property
     def layers_differ(self) -> bool:
         """True if layers of the same kind may differ in their modules or in the parameters that they train."""
-        adapter, args = self.job.config.adapter, self.job.model.args
-        if spec_of(adapter).stateful or adapter.layers:
+        adapter = self.job.config.adapter
+        if spec_of(adapter).stateful or adapter.layers or self._interval > 1:
             return True
-        if getattr(args, "moe_interval", 1) > 1 or hasattr(args, "global_head_dim"):
             return True
         patterns = (*adapter.train_fully, *self.job.config.training.unfrozen)
         if not patterns:
@@ -257,6 +256,12 @@ class Stages:
                 layers[number].add(local_name)
         kinds = {frozenset(owns) for owns in layers.values()}  # dense ones, and those with experts
         return not all(_chooses_alike(pattern, layers, kind) for pattern in patterns for kind in kinds)
+
+    @property
+    def _interval(self) -> int:
+        """Number of layers after which the kinds of layers repeat that differ in their parameters."""
+        args = self.job.model.args
+        return args.global_interval if hasattr(args, "global_head_dim") else getattr(args, "moe_interval", 1)
 
     @property
     def _period(self) -> int:
@@ -275,14 +280,19 @@ class Stages:
         return int(layer.removeprefix("layers.")) < getattr(self.job.model.args, "n_dense_layers", 0)
 
     def with_layers(self, layer_counts: dict[int, int]) -> ResolvedJob:
-        """Return the job with only the first `layer_counts` layers of each stage, and one layer of other stages."""
-        stages = self.modules
+        """Return the job with only the first `layer_counts` layers of each stage, and one layer of other stages.
+
+        Where each n-th layer has other parameters, those keep as many as leave the stages after them where they are
+        among the n.
+        """
+        stages, interval = self.modules, self._interval
         if all(layer_counts.get(stage) == sum(map(_is_layer, names)) for stage, names in enumerate(stages)):
             return self.job
         thinned_stages: list[list[str]] = []
         chosen_layers: list[str] = []
         for stage, names in enumerate(stages):
-            layers = list(filter(_is_layer, names))[: layer_counts.get(stage, 1)]
+            layers = list(filter(_is_layer, names))
+            layers = layers[: layer_counts.get(stage, (len(layers) - 1) % interval + 1)]
             new_names = {name: f"layers.{len(chosen_layers) + index}" for index, name in enumerate(layers)}
             thinned_stages.append(
                 [new_names.get(name, name) for name in names if name in new_names or not _is_layer(name)]
