@@ -10,10 +10,12 @@ from torch.distributed.tensor import Shard
 
 from tests.support.hf_parity import build, refuse_folder, same, to_memory_names, write_folder
 from tests.support.pool import run_ranks
-from tests.support.tiny_decoders import DEEPSEEK, QWEN3_MOE
+from tests.support.tiny_decoders import DEEPSEEK, GATED, QWEN3_MOE
 from torchtitan.models.deepseek.model import HF, Deepseek
 from torchtitan.models.hf.config import fp8_block_size
 from torchtitan.models.hf.load import Dequantized
+from torchtitan.models.minimax_m2.model import HF as MINIMAX_HF
+from torchtitan.models.minimax_m2.model import MiniMaxM2
 from torchtitan.models.qwen3_moe.model import HF as QWEN3_HF
 from torchtitan.models.qwen3_moe.model import Qwen3MoE
 
@@ -23,8 +25,9 @@ FAMILIES = {
     "wide": (Deepseek, WIDE, HF),
     "v3": (Deepseek, TINY, HF),
     "qwen": (Qwen3MoE, QWEN3_MOE["published"], QWEN3_HF),
+    "minimax_m2": (MiniMaxM2, GATED["minimax_m2"], MINIMAX_HF),
 }
-IN_16_BITS = ("embed_tokens", "lm_head", "norm", "mlp.gate.")
+IN_16_BITS = ("embed_tokens", "lm_head", "norm", "mlp.gate.", "moe.gate.")
 EXPERT = "model.layers.2.mlp.experts.3.up_proj.weight"
 SCALES = f"{EXPERT}_scale_inv"
 
@@ -58,7 +61,10 @@ def folder_tensors(case, block):
     return tensors, hf.from_hf(expected, args)
 
 
-@pytest.mark.parametrize("case, block", [("wide", (128, 128)), ("v3", (7, 10)), ("v3", (100, 100)), ("qwen", (7, 10))])
+@pytest.mark.parametrize(
+    "case, block",
+    [("wide", (128, 128)), ("v3", (7, 10)), ("v3", (100, 100)), ("qwen", (7, 10)), ("minimax_m2", (7, 10))],
+)
 def test_an_fp8_folder_is_dequantized_exactly(case, block, tmp_path):
     family, args, hf = FAMILIES[case]
     tensors, expected = folder_tensors(case, block)
@@ -222,7 +228,8 @@ def test_fp8_matrices_need_a_quantization_config(tmp_path):
     refuse_folder(Deepseek, TINY, HF, tmp_path, message)
 
 
-def test_the_published_quantization_config_is_read():
-    published = {"activation_scheme": "dynamic", "fmt": "e4m3", "quant_method": "fp8", "weight_block_size": [128, 128]}
+@pytest.mark.parametrize("fmt", ["e4m3", "float8_e4m3fn"])  # of DeepSeek V3, and of MiniMax M2
+def test_the_published_quantization_config_is_read(fmt):
+    published = {"activation_scheme": "dynamic", "fmt": fmt, "quant_method": "fp8", "weight_block_size": [128, 128]}
     assert fp8_block_size({"quantization_config": published}) == (128, 128)
     assert fp8_block_size({}) is None

@@ -288,7 +288,7 @@ def fp8_block_size(config: Mapping[str, Any]) -> BlockSize | None:
     is_fp8 = (
         isinstance(quantization, dict)
         and quantization.get("quant_method") == "fp8"
-        and quantization.get("fmt") in (None, "e4m3")
+        and quantization.get("fmt") in (None, "e4m3", "float8_e4m3fn")  # the latter in MiniMax M2's
     )
     block = quantization.get("weight_block_size") if is_fp8 else None
     if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
