@@ -77,6 +77,8 @@ def _smollm3(config: Config) -> Config:
 
 
 _NO_BIASES = {"attention_bias": False, "mlp_bias": False}
+_UNTIED = {"tie_word_embeddings": False}
+"""Of models of which llama.cpp demands a head."""
 _NO_WINDOW = {"use_sliding_window": False}
 _CAPS = {f"{name}_logit_softcapping": f"{name}_logit_softcapping" for name in ("attn", "final")}
 _EXPERTS = {"expert_count": "num_experts", "expert_used_count": "num_experts_per_tok"}
@@ -200,7 +202,7 @@ ARCHITECTURES = {
     "qwen2": Architecture("qwen2", only=_NO_WINDOW, scalings=("yarn",)),
     "qwen2_moe": Architecture(
         "qwen2moe",
-        only=_NO_WINDOW | {"norm_topk_prob": False, "mlp_only_layers": [], "qkv_bias": True},
+        only=_NO_WINDOW | _UNTIED | {"norm_topk_prob": False, "mlp_only_layers": [], "qkv_bias": True},
         fields=_EXPERTS | _EXPERT_WIDTH | _SHARED_WIDTH,
     ),
     "qwen3": Architecture("qwen3", only=_NO_WINDOW, scalings=("yarn",)),
@@ -219,8 +221,8 @@ ARCHITECTURES = {
         parts=centered_norms,
     ),
     "phi3": Architecture("phi3", window="context"),
-    "olmo2": Architecture("olmo2", only=_NO_BIASES),
-    "olmo3": Architecture("olmo2", only=_NO_BIASES, only_by=_olmo3, window="field"),
+    "olmo2": Architecture("olmo2", only=_NO_BIASES | _UNTIED),
+    "olmo3": Architecture("olmo2", only=_NO_BIASES | _UNTIED, only_by=_olmo3, window="field"),
     "granite": Architecture("granite", parts=adjacent_pairs, only=_NO_BIASES, fields=_GRANITE),
     "smollm3": Architecture("smollm3", parts=adjacent_pairs, only=_NO_BIASES | _NO_WINDOW, only_by=_smollm3),
     "seed_oss": Architecture("seed_oss", only={"attention_out_bias": False, "mlp_bias": False}),
@@ -230,7 +232,7 @@ ARCHITECTURES = {
         "gpt-oss",
         parts=gpt_oss,
         only_by=lambda config: {"layer_types": every_nth(config["num_hidden_layers"], 2)},
-        only={"attention_bias": True, "swiglu_limit": 7.0},
+        only=_UNTIED | {"attention_bias": True, "swiglu_limit": 7.0},
         fields=_GPT_OSS,
         scalings=("yarn",),
         window="field",
@@ -266,12 +268,12 @@ ARCHITECTURES = {
     "starcoder2": Architecture(
         "starcoder2", only={"use_bias": True}, fields={"layer_norm_eps": "norm_epsilon"}, window="context"
     ),
-    "stablelm": Architecture("stablelm", fields=_LAYER_NORM | _PARALLEL, parts=stacked_norms),
-    "phi": Architecture("phi2", only={"qk_layernorm": False}, fields=_LAYER_NORM),
+    "stablelm": Architecture("stablelm", only=_UNTIED, fields=_LAYER_NORM | _PARALLEL, parts=stacked_norms),
+    "phi": Architecture("phi2", only=_UNTIED | {"qk_layernorm": False}, fields=_LAYER_NORM),
     "gpt_neox": Architecture(
         "gptneox",
         parts=joint_by_head,
-        only={"attention_bias": True},
+        only=_UNTIED | {"attention_bias": True},
         fields=_LAYER_NORM | _PARALLEL,
         aliases=_GPT_NEOX,
     ),
@@ -284,7 +286,9 @@ ARCHITECTURES = {
         fields=_LAYER_NORM | _LOGITS,
         window="field",
     ),
-    "nemotron": Architecture("nemotron", only=_NO_BIASES, fields={"layer_norm_eps": "norm_eps"}, parts=centered_norms),
+    "nemotron": Architecture(
+        "nemotron", only=_NO_BIASES | _UNTIED, fields={"layer_norm_eps": "norm_eps"}, parts=centered_norms
+    ),
     "lfm2": Architecture(
         "lfm2", parts=short_convolution, only={"conv_bias": False}, fields=_LFM2, fields_of=_key_heads
     ),
