@@ -30,6 +30,16 @@ def test_a_table_without_growth_has_none():
         CONFIG.args_from_config({"model_type": "mistral4", "rope_parameters": table | {"llama_4_scaling_beta": "1"}})
 
 
+def test_heads_of_another_width_are_refused():
+    """transformers makes rotary positions of the width that head_dim says, as in a folder that it has written."""
+    config = HF.config_to_hf(GATED["mistral4"])
+    width = config["qk_nope_head_dim"] + config["qk_rope_head_dim"]
+    assert CONFIG.args_from_config(config | {"head_dim": width}) == CONFIG.args_from_config(config)
+    for head_dim in (width // 2, None):
+        with pytest.raises(JobError, match=f"head_dim = .*; allowed: qk_nope_head_dim .* = {width}; leave it out"):
+            CONFIG.args_from_config(config | {"head_dim": head_dim})
+
+
 def test_its_folders_stack_experts():
     form = HF.tensor_map(GATED["mistral4"])
     assert form.is_stack("layers.0.moe.experts.w1") and form.with_stacks() == form

@@ -106,9 +106,14 @@ def _from_hf(config: Mapping[str, Any]) -> Mistral4Args:
     if all(config.get(name) is None for name in ("rope_parameters", "rope_scaling")):
         config = {**config, "rope_parameters": TABLE}
     config, growth = split_growth(ABSENT | config)
-    check_numbers(config, ("n_group", "topk_group", "qk_rope_head_dim", "qk_nope_head_dim"))
+    numbers = ("hidden_size", "num_attention_heads", "n_group", "topk_group", "qk_rope_head_dim", "qk_nope_head_dim")
+    check_numbers(config, numbers)
     check_supported(config, {"rope_interleave": True})
-    rotated = config["qk_rope_head_dim"] / (config["qk_rope_head_dim"] + config["qk_nope_head_dim"])
+    width = config["qk_rope_head_dim"] + config["qk_nope_head_dim"]
+    # transformers makes rotary positions for heads as wide as this key says
+    if (head_dim := read_number(config, "head_dim", width, null=config["hidden_size"] // heads)) != width:
+        raise JobError(f"head_dim = {head_dim}; allowed: qk_nope_head_dim + qk_rope_head_dim = {width}; leave it out")
+    rotated = config["qk_rope_head_dim"] / width
     config, rotary_factor = split_partial_rotary(config, rotated)
     check_supported({"partial_rotary_factor": rotary_factor}, {"partial_rotary_factor": rotated})
     normalize_top_k = read_flag(config, "norm_topk_prob", True)
@@ -125,7 +130,7 @@ CONFIG = replace(
     model_types=("mistral4",),
     to_hf=_to_hf,
     from_hf=_from_hf,
-    keys=config_keys(DECODER_KEYS | {*USED, "partial_rotary_factor"} - UNUSED, harmless=("head_dim", "qk_head_dim")),
+    keys=config_keys(DECODER_KEYS | {*USED, "partial_rotary_factor", "head_dim"} - UNUSED, harmless=("qk_head_dim",)),
     aliases={"num_local_experts": "n_routed_experts"},
 )
 
