@@ -107,7 +107,7 @@ QWEN2_VL = {"model_type": "qwen2_vl", TEXT: text_config("qwen2_vl"), "vision_con
             "text_config has model_type = 'gemma3n_text'; allowed: gemma3_te",
         ),
         (GEMMA3, {TEXT: {"model_type": ["llama"]}}, r"text_config has model_type = \['llama'\]; allowed: gemma3_text"),
-        (GEMMA3, {"next_month": 1}, r"outside of text_config it has a key.*next_month = 1; .*ignore_config_keys = \["),
+        (GEMMA3, {"next_month": 1}, r'outside of text_config it has a key.*next_month = 1; .*_keys = \["next_month"\]'),
         (GEMMA3, {TEXT: GEMMA3[TEXT] | {"next_month": 1}}, "it has a key that this program does not know.*next_month"),
         (GEMMA3, {"hidden_size": 8}, "hidden_size: text_config's is 64, but the one outside of it is 8"),
         (GEMMA3, {TIED: "yes"}, "tied_embeddings = 'yes'"),
@@ -130,6 +130,12 @@ def test_what_would_be_another_model_is_refused(config, change, message):
     sizes_in(config)
     with pytest.raises(JobError, match=message):
         sizes_in(config | change)
+
+
+def test_keys_of_published_files_that_transformers_leaves_unread_are_known():
+    """Of google/gemma-4-31B-it."""
+    config = {"model_type": "gemma4", TEXT: text_config("gemma4") | {"hidden_size_per_layer_input": 0}}
+    assert sizes_in(config | {"eoa_token_id": 258883, "vision_soft_tokens_per_image": 280}) == sizes_in(config)
 
 
 def test_keys_outside_of_the_text_can_be_ignored():

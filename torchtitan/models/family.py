@@ -2,7 +2,7 @@
 
 import json
 import logging
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
@@ -94,12 +94,11 @@ class ConfigConverter:
                 f"model.ignore_config_keys has {', '.join(used)}, which this model uses; allowed: keys that it does "
                 f"not know; correct the value in {CONFIG}, or leave the key out there"
             )
-        remedy = "if it has no effect on this model, set model.ignore_config_keys = [{}]"
         if OUTSIDE in config:
-            check_outside(config, self.ignored_keys, remedy)
+            check_outside(config, self.ignored_keys, _remedy)
         remaining = {key: value for key, value in config.items() if key not in {*self.ignored_keys, OUTSIDE}}
         read = {key: value for key, value in remaining.items() if key not in self.aliases}
-        self.keys.check(read, "it", remedy.format(", ".join(json.dumps(key) for key in self.keys.unknown(read))))
+        self.keys.check(read, "it", _remedy(self.keys.unknown(read)))
         for alias, key in self.aliases.items():
             if alias in remaining:
                 read[key] = agreed_value(key, {key: read.get(key), alias: remaining[alias]}, "remove the wrong one")
@@ -189,6 +188,11 @@ class ConfigConverter:
             return self.args_from_config(read_json(folder / CONFIG) if config is None else config)
         except (TypeError, ValueError, OverflowError) as error:
             raise JobError(f"{folder / CONFIG}: {error}") from error
+
+
+def _remedy(unknown_keys: Iterable[str]) -> str:
+    names = ", ".join(map(json.dumps, unknown_keys))
+    return f"if it has no effect on this model, set model.ignore_config_keys = [{names}]"
 
 
 def read_num_classes(config: Mapping[str, Any]) -> int:

@@ -8,7 +8,7 @@ Qwen's models have three rotary positions for each token, of time, height and wi
 three are equal, and a rotation by them is the one by a single position.
 """
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -112,9 +112,10 @@ WRAPPERS = {
 _PARTS = ("vision_config", "audio_config", "perceiver_config")
 _TOKENS = tuple(f"{kind}_token_{end}" for kind in ("image", "video", "audio", "vision") for end in ("id", "index"))
 _TOKENS += ("vision_start_token_id", "vision_end_token_id", "boi_token_index", "eoi_token_index", "ignore_index")
-_TOKENS += ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_index")
+_TOKENS += ("boi_token_id", "eoi_token_id", "boa_token_id", "eoa_token_id", "eoa_token_index")
 _LENGTHS = ("mm_tokens_per_image", "image_seq_length", "video_seq_length", "image_grid_pinpoints", "spatial_merge_size")
 _LENGTHS += ("spatial_pool_mode", "spatial_pool_stride", "downsample_ratio", "scale_factor", "vision_aspect_ratio")
+_LENGTHS += ("vision_soft_tokens_per_image",)
 _PROJECTOR = ("projector_hidden_act", "projector_layernorm_eps", "multimodal_projector_bias")
 _PROJECTOR += ("vision_feature_layer", "vision_feature_select_strategy", "use_image_newline_parameter")
 PART_KEYS = frozenset((*_PARTS, *_TOKENS, *_LENGTHS, *_PROJECTOR))
@@ -151,12 +152,17 @@ def text_part(config: Mapping[str, Any]) -> dict[str, Any]:
     return text | {OUTSIDE: outside}
 
 
-def check_outside(config: Mapping[str, Any], ignored_keys: Iterable[str], remedy: str) -> None:
-    """Raise JobError if a key outside of text_config would be ignored, or contradicts the one in it."""
+def check_outside(
+    config: Mapping[str, Any], ignored_keys: Iterable[str], remedy: Callable[[Iterable[str]], str]
+) -> None:
+    """Raise JobError if a key outside of text_config would be ignored, or contradicts the one in it.
+
+    `remedy`: what to do about unknown keys.
+    """
     outside = {key: value for key, value in config[OUTSIDE].items() if key not in ignored_keys}
     for key in sorted(outside.keys() & config.keys() - OUTSIDE_KEYS.used - OUTSIDE_KEYS.harmless):
         agreed_value(key, {f"{TEXT}'s": config[key], "the one outside of it": outside.pop(key)}, "remove the second")
-    OUTSIDE_KEYS.check(outside, f"outside of {TEXT} it", remedy)
+    OUTSIDE_KEYS.check(outside, f"outside of {TEXT} it", remedy(OUTSIDE_KEYS.unknown(outside)))
 
 
 def _with_defaults(text: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
