@@ -1,6 +1,7 @@
 """Gemma 4: what it has beyond the gated decoders, which test_gated.py compares."""
 
 import dataclasses
+import json
 import random
 import sys
 
@@ -48,6 +49,15 @@ TEXT = {  # google/gemma-4-31B
     "use_double_wide_mlp": False,
     "vocab_size": 262144,
 }
+
+
+def test_a_folder_of_transformers_without_wider_heads_is_read():
+    """It says so by an empty per_layer_config."""
+    args = dataclasses.replace(TINY, global_head_dim=TINY.head_dim, global_kv_heads=TINY.n_kv_heads)
+    args = dataclasses.replace(args, global_rotary_dim=TINY.head_dim // 2)
+    written = json.loads(Gemma4TextConfig(**HF.config_to_hf(args)).to_json_string())
+    assert written["per_layer_config"] == {}
+    assert HF.config.args_from_config(written) == args
 
 
 def test_a_published_config_is_read():

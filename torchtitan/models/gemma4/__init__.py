@@ -214,11 +214,11 @@ def _global_sizes(config: Mapping[str, Any], kv_heads: int, kinds: list[str]) ->
     heads = read_number(config, "num_global_key_value_heads", kv_heads, null=kv_heads) if shares else kv_heads
     by_layer, layers = config.get("per_layer_config"), [layer for layer, kind in enumerate(kinds) if kind == FULL]
     if by_layer is not None:  # in files of transformers 5, which prefers it
-        first = next(iter(by_layer.values()), None) if isinstance(by_layer, Mapping) else None
+        first = next(iter(by_layer.values()), {}) if isinstance(by_layer, Mapping) else None  # empty: all are alike
         is_known = isinstance(first, Mapping) and not first.keys() - {"head_dim", "num_key_value_heads"}
         if (
             not is_known
-            or [(key.lstrip("0") or "0") for key in by_layer] != [*map(str, layers)]
+            or (by_layer and [(key.lstrip("0") or "0") for key in by_layer] != [*map(str, layers)])
             or any(table != first for table in by_layer.values())
         ):
             allowed = f"the same head_dim and num_key_value_heads for the layers {layers} of {FULL}, and no others"
