@@ -75,8 +75,9 @@ RENAMED = {"wq": "attn_q", "wk": "attn_k", "wv": "attn_v", "wo": "attn_output"}
 
 def write_folder(folder, family, tokenizer="debug", dtype="float32"):
     """Write a Hugging Face folder with initial weights; return the job, the model's state and the extra files."""
-    family_name = {"ministral3": "mistral"}.get(family, family)
+    family_name, _, flavor = {"ministral3": "mistral"}.get(family, family).partition(":")
     options = dict(model__name=family_name, model__overrides=f"{{n_layers=2, {SIZES[family]}}}")
+    options |= {"model__flavor": flavor} if flavor else {}
     job = ResolvedJob(manager.load(arguments(folder, folder, model__tokenizer_path=tokenizer, **options)))
     model = ModelBuilder(job).meta_model().to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
@@ -341,10 +342,10 @@ RENUMBERED = {  # family -> sizes, llama.cpp's name, tensors from those of trans
         {"rope.dimension_count": 16},
     ),
     "hunyuan_v1_dense": (
-        DENSE,
+        DENSE + ", rope_scaling={kind='ntk', factor=1000.0}",
         "hunyuan-dense",
         {"blk.1.attn_q_norm": lambda of: of[L1 + "self_attn.query_layernorm.weight"]},
-        {},
+        {"rope.freq_base": 1e4 * 1000 ** (32 / 30)},
     ),
     "lfm2": (
         DENSE + ", layer_pattern='C*'",
@@ -368,6 +369,12 @@ RENUMBERED = {  # family -> sizes, llama.cpp's name, tensors from those of trans
             "blk.1.ffn_up_shexp": half_of(L1 + "shared_mlp.input_linear.weight", 1),
         },
         {"attention.head_count_kv": [0, 2], "ssm.inner_size": 256, "rope.scaling.finetuned": True},
+    ),
+    "granite4:micro": (
+        DENSE,
+        "granite",
+        {"blk.1.ffn_up": half_of(L1 + "shared_mlp.input_linear.weight", 1)},
+        {"attention.head_count_kv": 2, "feed_forward_length": 192, "rope.scaling.finetuned": True},
     ),
 }
 
@@ -642,6 +649,11 @@ def test_models_that_llama_cpp_computes_differently_are_refused_before_anything_
         ("cohere2", {"layer_types": ["full_attention"] * 2}, "allowed: ['sliding_attention', 'sliding_attention']"),
         ("lfm2_moe", {"routed_scaling_factor": 2.0}, "routed_scaling_factor = 2.0; allowed: 1.0"),
         ("granite4", {"mamba_proj_bias": True}, "mamba_proj_bias = True; allowed: False"),
+        (
+            "granite4",
+            {"layer_types": ["full_attention"] * 2, "position_embedding_type": "nope"},
+            "position_embedding_type = 'nope'; allowed: 'rope'",
+        ),
         *(
             (family, {"tie_word_embeddings": True}, "tie_word_embeddings = True; allowed: False")
             for family in ("gpt_neox", "gpt_oss", "nemotron", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm")

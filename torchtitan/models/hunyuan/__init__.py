@@ -53,7 +53,7 @@ ALPHA_KEYS = DeclaredKeys(
 """Keys of a table of rotary positions with `alpha`, the factor by which the slowest ones are slower."""
 
 
-def _split_alpha(config: Mapping[str, Any]) -> tuple[dict[str, Any], float | None]:
+def split_alpha(config: Mapping[str, Any]) -> tuple[dict[str, Any], float | None]:
     """Return a config without the tables of rotary positions that have an alpha, and this alpha."""
     plain, alphas = dict(config), {}
     for name in ("rope_parameters", "rope_scaling"):
@@ -76,7 +76,7 @@ def _from_hf(config: Mapping[str, Any]) -> HunyuanArgs:
         raise JobError(
             "head_dim = None; allowed: a whole number; write the width of a head, as attention_head_dim has it"
         )
-    plain, alpha = _split_alpha(config)
+    plain, alpha = split_alpha(config)
     sizes = gated_sizes({"rms_norm_eps": 1e-5} | plain, 2048)
     check_supported(config, {"attention_head_dim": sizes["head_dim"]})
     sizes |= {"rope_scaling": RopeScaling(alpha, kind="ntk")} if alpha else {}

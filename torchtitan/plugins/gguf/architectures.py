@@ -148,7 +148,7 @@ _LFM2 = {"layer_norm_rms_eps": "norm_eps", "shortconv_l_cache": "conv_L_cache"}
 _LFM2_EXPERTS = _LFM2 | _EXPERTS | _EXPERT_WIDTH | {"leading_dense_block_count": "num_dense_layers"}
 _GRANITE_STATE = {"ssm_conv_kernel": "mamba_d_conv", "ssm_state_size": "mamba_d_state"}
 _GRANITE_STATE |= {"ssm_group_count": "mamba_n_groups", "ssm_time_step_rank": "mamba_n_heads"}
-_GRANITE_STATE |= {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
+_GRANITE_EXPERTS = {"expert_count": "num_local_experts", "expert_used_count": "num_experts_per_tok"}
 _GPT_NEOX = {"num_key_value_heads": "num_attention_heads", "rope_theta": "rotary_emb_base"}
 _GPT_NEOX |= {"partial_rotary_factor": "rotary_pct"}
 _ROTARY_FALCON = {"alibi": False, "bias": False, "parallel_attn": True}
@@ -174,16 +174,19 @@ def _lfm2_moe(config: Config) -> Config:
     return _key_heads(config) | {"expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
 
 
-def _granite_hybrid(config: Config) -> Config:
-    """Return the sizes of the state, and whether attention is rotated."""
-    heads, has_experts = config["mamba_n_heads"], config["num_local_experts"] > 0
-    fields = {"ssm_inner_size": heads * config["mamba_d_head"]}
-    fields["rope_scaling_finetuned"] = config["position_embedding_type"] == "rope"
-    if has_experts:
+def _granite4(config: Config) -> Config:
+    """Return whether attention is rotated, and the width of the feed-forward that all tokens have."""
+    fields = {"rope_scaling_finetuned": config["position_embedding_type"] == "rope"}
+    if config["num_local_experts"] > 0:
         fields["expert_shared_feed_forward_length"] = config["shared_intermediate_size"]
     else:
         fields["feed_forward_length"] = config["shared_intermediate_size"]
-    return _key_heads(config) | fields
+    return fields
+
+
+def _granite_hybrid(config: Config) -> Config:
+    """Return the sizes of the state too."""
+    return _key_heads(config) | _granite4(config) | {"ssm_inner_size": config["mamba_n_heads"] * config["mamba_d_head"]}
 
 
 def _delta_net(config: Config) -> Config:
@@ -303,9 +306,27 @@ ARCHITECTURES = {
         "granitehybrid",
         parts=granite_hybrid,
         only={"attention_bias": False, "mamba_proj_bias": False, "mamba_conv_bias": True},
-        fields=_GRANITE | _GRANITE_STATE,
+        fields=_GRANITE | _GRANITE_STATE | _GRANITE_EXPERTS,
         fields_of=_granite_hybrid,
     ),
-    "hunyuan_v1_dense": Architecture("hunyuan-dense", only=_NO_BIASES),
+    "hunyuan_v1_dense": Architecture("hunyuan-dense", only=_NO_BIASES, scalings=("ntk",)),
 }
 """By model_type of config.json."""
+
+
+def architecture_of(config: Config) -> Architecture | None:
+    """Return llama.cpp's computation of a config; None for one that it is not compared with.
+
+    Granite 4 without a layer with a state is Granite 3 there, which has no state.
+    """
+    architecture = ARCHITECTURES.get(config["model_type"])
+    if config["model_type"] != "granitemoehybrid" or any(kind != FULL for kind in config["layer_types"]):
+        return architecture
+    has_experts, only = config["num_local_experts"] > 0, dict[str, Any](attention_bias=False)
+    return Architecture(
+        "granitemoe" if has_experts else "granite",
+        parts=granite_hybrid,
+        only=only | ({"position_embedding_type": "rope"} if has_experts else {}),
+        fields=_GRANITE | _GRANITE_EXPERTS,
+        fields_of=_granite4,
+    )

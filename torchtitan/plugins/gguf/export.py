@@ -26,8 +26,10 @@ from torchtitan.core.progress_bar import progress_bar
 from torchtitan.datasets.tokenizer import Tokenizer
 from torchtitan.models.hf.config import CONFIG, rope_config, scaling_from_hf, split_partial_rotary, tensor_files
 from torchtitan.models.hf.layer_kinds import FULL
+from torchtitan.models.hunyuan import split_alpha
 from torchtitan.models.layers import frequencies
-from torchtitan.plugins.gguf.architectures import ARCHITECTURES, head_dim_of
+from torchtitan.models.sizes import RopeScaling
+from torchtitan.plugins.gguf.architectures import ARCHITECTURES, architecture_of, head_dim_of
 from torchtitan.plugins.gguf.layouts import Convert
 from torchtitan.plugins.gguf.modelfile import modelfile
 from torchtitan.plugins.gguf.vocabulary import vocabulary_fields
@@ -62,7 +64,7 @@ class GGUFExport:
             raise JobError("--format gguf needs the package gguf; install it with: pip install 'torchtitan-toml[gguf]'")
         config = json.loads(files[CONFIG])
         model_type, classes = config["model_type"], config["architectures"]
-        architecture = ARCHITECTURES.get(model_type)
+        architecture = architecture_of(config)
         if architecture is None or not classes[0].endswith(("ForCausalLM", "LMHeadModel")):
             raise JobError(
                 f"--format gguf: given {classes[0]} ({model_type}); allowed: causal models of "
@@ -82,6 +84,7 @@ class GGUFExport:
                 raise JobError(f"--format gguf: {key} = null; allowed: a number, as llama.cpp computes {model_type}")
         self.head_dim = head_dim_of(config)
         rotary, self.rotary_factor = split_partial_rotary(config, 1.0)
+        rotary, alpha = split_alpha(rotary) if "ntk" in architecture.scalings else (rotary, None)
         tables = config.get("rope_parameters") or {}
         if FULL in tables:  # OLMo 3 has one for each kind of layers
             rotary["rope_parameters"] = tables[FULL]
@@ -89,7 +92,8 @@ class GGUFExport:
             rotary["rope_parameters"] = {key: value for key, value in tables.items() if key != GROWTH}
         table = tables or config.get("rope_scaling") or {}
         kind = table.get("rope_type", table.get("type"))
-        kind = kind if kind == "longrope" else rope_config(rotary)["rope_type"]  # which does not know the former's keys
+        if kind != "longrope":  # whose keys rope_config does not know
+            kind = "ntk" if alpha else rope_config(rotary)["rope_type"]
         if kind not in ("default", *architecture.scalings):
             allowed = " or ".join(("none", *architecture.scalings))
             raise JobError(
@@ -97,6 +101,8 @@ class GGUFExport:
                 "export a Hugging Face folder (without --format)"
             )
         self.rope_theta, self.scaling = float(rope_config(rotary)["rope_theta"]), scaling_from_hf(rotary)
+        if alpha:  # which changes the base alone
+            self.rope_theta = RopeScaling(alpha, kind="ntk").theta(self.rope_theta, self.head_dim)
         self._check_attention_factor()
         self.fields = self._model_fields() | vocabulary_fields(files, config, bool(tokenizer.begin_ids))
         self.modelfile = modelfile(MODEL_FILE, files, tokenizer, self.context)
