@@ -323,7 +323,12 @@ LONG = {"type": "longrope", "short_factor": [1.0, 1.0, 2.0, 3.0], "long_factor":
         ("afmoe", {"mup_enabled": None}, "mup_enabled = None; allowed: true or false"),
         ("afmoe", {"n_group": 2}, "n_group = 2"),
         ("afmoe", {"score_func": "softmax"}, "score_func = 'softmax'"),
-        ("mistral4", {"rope_parameters": {"rope_type": "default"}}, "rope_type 'default'; allowed: 'yarn'"),
+        (
+            "mistral4",
+            {"rope_parameters": {"rope_type": "default", "rope_theta": 1e4}},
+            "rope_type 'default'; allowed: 'yarn'",
+        ),
+        ("mistral4", {"rope_parameters": {"rope_type": "yarn"}}, "has no rope_theta"),
         ("mistral4", {"partial_rotary_factor": 0.5}, "partial_rotary_factor.*must be equal"),
         ("mistral4", {"rope_interleave": False}, "rope_interleave = False, but this model only has True"),
         ("mistral4", {"norm_topk_prob": None}, "norm_topk_prob = None; allowed: true or false"),

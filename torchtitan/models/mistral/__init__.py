@@ -79,10 +79,10 @@ def split_growth(config: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, A
     table = agreed_value("rotary positions", tables, "remove the one that the model was not trained with")
     if not isinstance(table, Mapping):
         raise JobError(f"rope_parameters = {table!r}; allowed: an object, as of transformers' Ministral3Config")
-    if table.get("rope_theta", config.get("rope_theta")) is None:
-        raise JobError(f"rope_parameters = {dict(table)!r} has no rope_theta, for which this model has no default")
     growth = read_number(table, GROWTH, 0.0, null=0.0)
     sizes = {"query_growth": growth, "query_period": read_number(table, LENGTH, 1)} if growth else {"query_growth": 0.0}
+    if table.get("rope_theta", config.get("rope_theta")) is None:
+        raise JobError(f"rope_parameters = {dict(table)!r} has no rope_theta, for which this model has no default")
     only = {GROWTH, "max_position_embeddings"}
     only |= {LENGTH} if table.get("rope_type", table.get("type")) in (None, "default") else set()
     remaining = {key: value for key, value in config.items() if key not in ("rope_parameters", "rope_scaling")}
