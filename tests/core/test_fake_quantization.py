@@ -83,6 +83,15 @@ def test_rounded_numbers_stay_and_zero_rows_too(rounding):
 
 
 @pytest.mark.parametrize("rounding", FORMATS, ids=str)
+def test_zeros_and_denormal_numbers_stay_finite_in_float32(rounding):
+    tokens = torch.zeros(3, 64)
+    tokens[1], tokens[2] = torch.tensor(1e-40), torch.linspace(-1, 1, 64)
+    for x in (tokens, tokens[:2], tokens[:1]):
+        values = rounded(rounding, x).values
+        assert values.isfinite().all() and (values[0] == 0).all()
+
+
+@pytest.mark.parametrize("rounding", FORMATS, ids=str)
 def test_parts_of_rows_with_the_extent_of_all(rounding):
     x = torch.randn(4, 64, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
     halves, full = x.chunk(2, 1), rounded(rounding, x)

@@ -121,10 +121,11 @@ class NVFP4(NumberFormat):
 
     def round(self, x: torch.Tensor, extent: torch.Tensor | None) -> Rounded:
         assert extent is not None
-        outer, grouped = (extent / (LARGEST8 * LARGEST4)).clamp(min=SMALLEST_SCALE)[..., None], self.groups(x)
+        smallest_inner, grouped = torch.finfo(FLOAT8).tiny, self.groups(x)
+        # the inverse of both scales has to be finite, or zeros would become NaN
+        outer = (extent / (LARGEST8 * LARGEST4)).clamp(min=SMALLEST_SCALE / smallest_inner)[..., None]
         largest = grouped.abs().amax(-1, keepdim=True)
-        smallest_scale = torch.finfo(FLOAT8).tiny
-        inner = (largest / LARGEST4 / outer).clamp(smallest_scale, LARGEST8).to(FLOAT8).to(x.dtype)
+        inner = (largest / LARGEST4 / outer).clamp(smallest_inner, LARGEST8).to(FLOAT8).to(x.dtype)
         return Rounded((_e2m1(grouped * (1 / outer / inner)) * (outer * inner)).flatten(-2))
 
 
