@@ -100,6 +100,14 @@ def test_a_width_that_is_no_whole_number_of_groups():
         use_fake_quantization(Model(), formats_of("fp8", "fp8", 1), AffineInt4(48))
 
 
+def test_a_part_of_a_row_on_a_rank_that_is_no_whole_number_of_groups():
+    linear = small_model().linear
+    linear.weight.to_local = lambda: linear.weight.detach()[:, :24]
+    linear.share_rows("layers.0.attention.wo", "column", "0")
+    with pytest.raises(JobError, match="given 16; allowed: a divisor of 24, the width of the part of layers.0.att"):
+        linear.share_rows("layers.0.attention.wo", "row", "0")
+
+
 def test_rounding_begins_after_some_steps_and_goes_back_with_a_checkpoint():
     model, x = small_model(embedding=AffineInt4(16)), torch.randn(3, 64, dtype=torch.float64)
     rounds = lambda: not torch.equal(model.linear(x), F.linear(x, model.linear.weight, model.linear.bias))  # noqa: E731

@@ -94,12 +94,16 @@ class FakeQuantizedLinear(nn.Linear):
     enabled = True
     extent_groups: tuple[str | None, str | None] = (None, None)
 
-    def share_rows(self, role: str, group: str) -> None:
+    def share_rows(self, name: str, role: str, group: str) -> None:
         """Take the extents over the ranks of tensor parallel where a scale is of numbers that several of them hold.
 
-        `role`: the field of the plan that matched. `group`: name of the process group.
+        `name`: of the module. `role`: the field of the plan that matched. `group`: name of the process group. Raises
+        JobError if a rank's part of a row is not a whole number of groups.
         """
         splits_rows = role == "row"
+        if splits_rows:
+            part = f"the part of {name} on each rank of tensor parallel; take fewer ranks"
+            _require_whole_groups(part, self.weight.to_local().shape[1], self.formats.weights)
         splits_matrix = splits_rows or (role in ("column", "head") and self.formats.weights.shared == "matrix")
         self.extent_groups = (group if splits_rows else None, group if splits_matrix else None)
 

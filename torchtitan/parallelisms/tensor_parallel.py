@@ -360,7 +360,7 @@ def _split(
     `defaults`: the placements of a parameter and of its gradient, by the parameter's name. A method of the class,
     `tensor_placements(role, replicated_gradient)`, overrides them with {name: Placements}: `role` is the plan's field
     that matched, `replicated_gradient` the placement of a replicated parameter's gradient. A method
-    `share_rows(role, group)` is told the process group of the ranks that have the other parts of its matrix.
+    `share_rows(name, role, group)` is told the process group of the ranks that have the other parts of its matrix.
     """
     assert all("." not in leaf for leaf, _ in module.named_parameters()), "parameters are in leaf modules"
     placements = {}
@@ -387,7 +387,7 @@ def _split(
     for key, value in settings.items():
         setattr(module, key, value)
     if hasattr(module, "share_rows"):
-        module.share_rows(role, mesh.get_group().group_name)
+        module.share_rows(name, role, mesh.get_group().group_name)
 
 
 _SHARED_PLACEMENTS: dict[Placement, Placement] = {}
