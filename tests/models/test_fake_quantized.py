@@ -14,6 +14,7 @@ from torchtitan.core.errors import JobError
 from torchtitan.core.fake_quantization import AffineInt4, formats_of
 from torchtitan.core.random_draws import initialize
 from torchtitan.job import ResolvedJob
+from torchtitan.models import fake_quantized
 from torchtitan.models.fake_quantized import (
     FakeQuantizationStart,
     FakeQuantizedEmbedding,
@@ -67,6 +68,19 @@ def test_products_and_gradients_are_those_of_rounded_operands(kind):
     torch.testing.assert_close(x.grad.flatten(0, 1), of_x.masked(flat @ of_weight.values))
     torch.testing.assert_close(linear.weight.grad, of_weight.masked(flat.t() @ of_x.values))
     torch.testing.assert_close(linear.bias.grad, flat.sum(0))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize("rounding", [format for kind in KINDS for format in formats_of(*kind.split(), 16)], ids=str)
+def test_pieces_of_rows_are_rounded_as_all_at_once(rounding, dtype, monkeypatch):
+    x, piece_sizes = torch.randn(7, 64).to(dtype), []
+    extent, expected = fake_quantized._extent(x, rounding, None), rounding.round(x.float(), rounding.extent(x.float()))
+    monkeypatch.setattr(fake_quantized, "PIECE", 192)
+    monkeypatch.setattr(fake_quantized, "_wide", lambda piece: piece_sizes.append(piece.numel()) or piece.float())
+    values, inside = fake_quantized._round(x, rounding, extent)
+    assert piece_sizes == [192, 192, 192]
+    assert torch.equal(values, expected.values.to(dtype))
+    assert inside is expected.inside is None or torch.equal(inside, expected.inside)
 
 
 def test_embedding_rounds_the_rows_that_it_returns():

@@ -16,15 +16,22 @@ from torch.optim import Optimizer
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.fake_quantization import Formats, NumberFormat, Rounded
+from torchtitan.core.fused import pieces
 from torchtitan.core.tensor_storage import Deferred, Value
 from torchtitan.models.layers import autocast_dtype, is_wanted
 from torchtitan.torch_internals import collectives
 
+PIECE = 2**22
+"""Numbers that are rounded at once in eager."""
+
 
 def _extent(x: torch.Tensor, rounding: NumberFormat | None, group: str | None) -> torch.Tensor | None:
     """Return the extent of x [R, C], over the ranks of the process group of this name."""
-    extent = None if rounding is None else rounding.extent(_wide(x))
-    if extent is None or group is None:
+    extent = None if rounding is None else rounding.extent(x)
+    if extent is None:
+        return None
+    extent = _wide(extent)
+    if group is None:
         return extent
     return collectives.wait_tensor(collectives.all_reduce(extent, "max", group))
 
@@ -34,11 +41,24 @@ def _wide(x: torch.Tensor) -> torch.Tensor:
 
 
 def _round(x: torch.Tensor, rounding: NumberFormat | None, extent: torch.Tensor | None) -> Rounded:
-    """Round x [R, C] and keep its type. Without a format it stays."""
+    """Round x [R, C] and keep its type. Without a format it stays.
+
+    In eager, rows are rounded in pieces: the temporary tensors of all would take several times the memory of x.
+    """
     if rounding is None:
         return Rounded(x)
-    rounded = rounding.round(_wide(x), extent)
-    return rounded._replace(values=rounded.values.to(x.dtype))
+    if x.numel() <= PIECE or torch.compiler.is_compiling():
+        rounded = rounding.round(_wide(x), extent)
+        return rounded._replace(values=rounded.values.to(x.dtype))
+    values, inside = torch.empty_like(x, memory_format=torch.contiguous_format), None
+    for piece in pieces(len(x), max(1, PIECE // x.shape[1])):
+        of_piece = extent if extent is None or len(extent) == 1 else extent[piece]
+        rounded = rounding.round(_wide(x[piece]), of_piece)
+        values[piece] = rounded.values
+        if rounded.inside is not None:
+            inside = torch.empty_like(values, dtype=torch.bool) if inside is None else inside
+            inside[piece] = rounded.inside
+    return Rounded(values, inside)
 
 
 class _FakeQuantizedMatmul(torch.autograd.Function):
