@@ -46,6 +46,7 @@ def test_translated(tmp_path, table, options, note):
 
 
 REFUSED = [
+    ({}, "qat.weight_dtype: given int8; allowed: one of int4, fp8, nvfp4, mxfp4"),
     ({"group_size": 32}, "qat.weight_dtype: given int8; allowed: one of int4, fp8, nvfp4, mxfp4"),
     (INT4 | dict(activation_dtype="int4"), "qat.activation_dtype: given int4; allowed: unset or int8 or fp8 with "),
     (INT4 | dict(activation_dtype="int2"), "qat.activation_dtype: given int2; allowed: one of int4, int8, nvfp4, "),

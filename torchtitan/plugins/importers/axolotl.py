@@ -177,7 +177,7 @@ class _Axolotl:
         elif kind is not None or settings:
             remedy = "weights are not trained in a quantized format"
             self.refuse("model_quantization_config_kwargs", settings, "{dequantize = true}", remedy)
-        if self.options["qat"]:
+        if self.options["qat"] is not None:
             translate_qat(self.options["qat"], self.draft)
 
     def plugins(self) -> None:
