@@ -55,8 +55,10 @@ from torchtitan.process.ranks import (
 from torchtitan.process.run_log import print_message
 from torchtitan.rules.loading import load_valid
 
-AUTO, OPTION, VARIABLE = "auto", "--ranks", "NGPU"
-"""As many ranks as this machine has GPUs, or 2 without any; and what gives `torchtitan train` the number."""
+AUTO = "auto"
+"""As many ranks as this machine has GPUs, or 2 without any."""
+OPTION, VARIABLE = "--ranks", "NGPU"
+"""What gives `torchtitan train` the number of ranks."""
 
 
 def main(argv: list[str]) -> int:

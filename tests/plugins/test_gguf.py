@@ -399,9 +399,9 @@ def test_tensors_of_families_with_their_own_names(tmp_path, family):
     GGUFExport(files, job.tokenizer()).write(tmp_path / "hf", tmp_path / "gguf", "a model")
     tensors, fields = read_file(tmp_path / "gguf" / "model.gguf")
     reference = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).state_dict()
-    for name, made in expected.items():
+    for name, of_reference in expected.items():
         numpy.testing.assert_array_equal(
-            tensors[f"{name}.weight" if "ssm_a" not in name else name].data, made(reference)
+            tensors[f"{name}.weight" if "ssm_a" not in name else name].data, of_reference(reference)
         )
     assert fields["general.architecture"] == architecture
     for name, number in numbers.items():

@@ -245,7 +245,6 @@ class Stages:
         adapter = self.job.config.adapter
         if spec_of(adapter).stateful or adapter.layers or self._interval > 1:
             return True
-            return True
         patterns = (*adapter.train_fully, *self.job.config.training.unfrozen)
         if not patterns:
             return False
