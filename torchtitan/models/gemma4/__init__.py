@@ -124,6 +124,7 @@ GEMMA4 = {
     ),
 }
 EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
+"""Keys without effect, as enable_moe_block is false."""
 ONLY: dict[str, Any] = {"hidden_activation": GELU, "attention_bias": False, "enable_moe_block": False}
 ONLY |= {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 """Keys of config.json with the one value that is here."""
@@ -248,10 +249,10 @@ def _rope(config: Mapping[str, Any], kind: str, default: Mapping[str, Any]) -> d
     return {**table, "rope_theta": read_number(table, "rope_theta", 10000.0)}
 
 
-USED = DECODER_KEYS - {"hidden_act", "rope_scaling", "rope_theta"} | {*ONLY, *EXPERTS, "head_dim", "layer_types"}
+USED = DECODER_KEYS - {"hidden_act", "rope_scaling", "rope_theta"} | {*ONLY, "head_dim", "layer_types"}
 USED |= {"global_head_dim", "num_global_key_value_heads", "per_layer_config", "attention_k_eq_v", "sliding_window"}
 USED |= {"final_logit_softcapping", "use_bidirectional_attention"}
-KEYS = config_keys(USED, harmless=("vocab_size_per_layer_input", "use_double_wide_mlp"))
+KEYS = config_keys(USED, harmless=("vocab_size_per_layer_input", "use_double_wide_mlp", *EXPERTS))
 TYPES = ("gemma4_text", "gemma4_unified_text")
 CONFIG = ConfigConverter(model_types=TYPES, to_hf=_to_hf, from_hf=_from_hf, keys=KEYS)
 

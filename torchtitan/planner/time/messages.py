@@ -12,7 +12,7 @@ from math import ceil, gcd, lcm, log2
 from typing import NamedTuple
 
 from torchtitan.core.hardware import CollectiveKind, Hardware, Link, MeasuredCollective
-from torchtitan.parallelisms.degrees import RINGS
+from torchtitan.parallelisms.degrees import RINGS, splits_features
 from torchtitan.parallelisms.fsdp_messages import PIECE
 from torchtitan.planner.plan import Plan, Workload
 
@@ -472,9 +472,10 @@ class MessageTimer:
         return message.times(self.turns(plan))
 
     def _sent_experts(self, plan: Plan, weights: WeightCounts) -> float:
-        """Return a rank's weights of experts in FSDP's messages: it splits stacks by experts, padded to its ranks."""
+        """Return a rank's weights of experts in FSDP's messages. Stacks that it splits by experts are padded."""
         number, group = getattr(self.workload.args, "n_experts", 1), plan.shards * plan.cp
-        return weights.experts * (1.0 if plan.ep > 1 else ceil(number / group) * group / number)
+        is_padded = plan.ep == 1 and not splits_features(number, group)
+        return weights.experts * (ceil(number / group) * group / number if is_padded else 1.0)
 
     def _trained_ends(self, weights: WeightCounts) -> float:
         return weights.ends * (self.workload.base is None)
