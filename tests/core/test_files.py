@@ -36,6 +36,7 @@ from torchtitan.datasets.tokenizer.hf_files import read_json as read_tokenizer_f
 from torchtitan.metrics.json_lines import read_records
 from torchtitan.models.hf import load as hf_load
 from torchtitan.models.hf.config import find_config
+from torchtitan.models.hf.packed import PackedFormat
 from torchtitan.plugins.eval_tasks.task_files import tasks_in
 
 # Options of a job
@@ -138,7 +139,7 @@ def read_tokenizer_without_json(folder: Path) -> object:
 
 
 def read_weights(folder: Path) -> object:
-    return hf_load.Shards(folder, hf_load.tensor_files(folder), None, ExitStack())
+    return hf_load.Shards(folder, hf_load.tensor_files(folder), PackedFormat(), ExitStack())
 
 
 # file of a folder -> function that reads it

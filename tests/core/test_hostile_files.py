@@ -23,6 +23,7 @@ from torchtitan.datasets.sources.files import text
 from torchtitan.models import CONFIG_CONVERTERS
 from torchtitan.models.hf import config
 from torchtitan.models.hf import load as hf_load
+from torchtitan.models.hf.packed import PackedFormat
 
 
 def faults(file: Path) -> list[str]:
@@ -80,7 +81,7 @@ def test_a_pipe_in_a_folder_of_hugging_face_is_not_waited_for(tmp_path, name):
         elif name == "model.safetensors":
             hf_load.tensor_files(tmp_path)
         else:
-            hf_load.Shards(tmp_path, {"w": name}, None, ExitStack())
+            hf_load.Shards(tmp_path, {"w": name}, PackedFormat(), ExitStack())
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -12,8 +12,8 @@ from tests.support.hf_parity import build, refuse_folder, same, to_memory_names,
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import DEEPSEEK, GATED, QWEN3_MOE
 from torchtitan.models.deepseek.model import HF, Deepseek
-from torchtitan.models.hf.config import fp8_block_size
-from torchtitan.models.hf.load import Dequantized
+from torchtitan.models.hf.fp8 import Dequantized
+from torchtitan.models.hf.quantization import Quantization, read_quantization
 from torchtitan.models.minimax_m2.model import HF as MINIMAX_HF
 from torchtitan.models.minimax_m2.model import MiniMaxM2
 from torchtitan.models.qwen3_moe.model import HF as QWEN3_HF
@@ -224,12 +224,14 @@ def test_another_quantization_is_refused(config, message, tmp_path):
 def test_fp8_matrices_need_a_quantization_config(tmp_path):
     tensors = {n: value for n, value in folder_tensors("v3", (7, 10))[0].items() if not n.endswith("_scale_inv")}
     write_folder(tmp_path, tensors, TINY, HF)
-    message = "is stored as F8_E4M3; readable are BF16, F16, F32, F64, and F8_E4M3 for matrices if config.json has a"
+    message = (
+        "is stored as F8_E4M3; readable are BF16, F16, F32, F64, and packed ones for matrices if config.json has a"
+    )
     refuse_folder(Deepseek, TINY, HF, tmp_path, message)
 
 
 @pytest.mark.parametrize("fmt", ["e4m3", "float8_e4m3fn"])  # of DeepSeek V3, and of MiniMax M2
 def test_the_published_quantization_config_is_read(fmt):
     published = {"activation_scheme": "dynamic", "fmt": fmt, "quant_method": "fp8", "weight_block_size": [128, 128]}
-    assert fp8_block_size({"quantization_config": published}) == (128, 128)
-    assert fp8_block_size({}) is None
+    assert read_quantization({"quantization_config": published}) == Quantization("fp8", (128, 128))
+    assert read_quantization({}) is None

@@ -17,6 +17,7 @@ from torchtitan.checkpoint.agreement import Peers
 from torchtitan.checkpoint.base_weights import Kind
 from torchtitan.checkpoint.weight_sources import TorchtitanCheckpoint
 from torchtitan.models.hf.load import Shards, tensor_files
+from torchtitan.models.hf.packed import PackedFormat
 
 AT_ONCE = 2**20
 """Elements that are compared at a time."""
@@ -76,7 +77,7 @@ def open_tensors(kind: Kind, location: Path) -> Iterator[StoredTensors]:
     else:
         folder = location.parent if location.is_file() else location
         with ExitStack() as stack:
-            yield _HuggingFace(Shards(folder, tensor_files(location), None, stack))
+            yield _HuggingFace(Shards(folder, tensor_files(location), PackedFormat(), stack))
 
 
 @dataclass(frozen=True)

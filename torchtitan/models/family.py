@@ -16,12 +16,11 @@ from torchtitan.models.hf.config import (
     check_ranges,
     check_types,
     find_text_config,
-    fp8_block_size,
-    is_mxfp4,
     read_json,
     read_number,
     tensor_files,
 )
+from torchtitan.models.hf.quantization import MXFP4, read_quantization
 from torchtitan.models.hf.wrappers import OUTSIDE, check_outside, text_tensors
 
 logger = logging.getLogger(__name__)
@@ -65,8 +64,8 @@ class ConfigConverter:
             expected = ("one of " if len(self.model_types) > 1 else "a ") + ", ".join(self.model_types)
             raise JobError(f"model_type = {model_type!r}, but this model is {expected}")
         config = self._known_part(config)
-        fp8_block_size(config)
-        if is_mxfp4(config) and not self.reads_mxfp4:
+        quantization = read_quantization(config)
+        if quantization and quantization.method == MXFP4 and not self.reads_mxfp4:
             raise JobError(
                 "quantization_config has quant_method = 'mxfp4', which this model's weights are not read from; "
                 "convert them to bfloat16 first"

@@ -77,7 +77,6 @@ HF_KEYS = {
     "aux_loss_weight": ("router_aux_loss_coef", "aux_loss_alpha"),
 }
 """Names in config.json of arguments that have another name here."""
-BlockSize = tuple[int, int]
 Number = TypeVar("Number", int, float)
 
 
@@ -259,44 +258,6 @@ class StoredTensor:
 def _header_bytes(file: Path) -> int:
     with open_file(file) as opened:
         return 8 + int(struct.unpack("<Q", opened.read(8).ljust(8, b"\0"))[0])
-
-
-MXFP4 = "mxfp4"
-MXFP4_KEYS = DeclaredKeys(
-    used=frozenset(("quant_method",)), harmless=frozenset(("modules_to_not_convert", "dequantize"))
-)
-"""Keys of its quantization_config. The names of the tensors say which matrices are packed."""
-
-
-def is_mxfp4(config: Mapping[str, Any]) -> bool:
-    """Return True if matrices of experts may be packed (hf/mxfp4.py). Raises JobError for an unknown key."""
-    quantization = config.get("quantization_config")
-    if not isinstance(quantization, dict) or quantization.get("quant_method") != MXFP4:
-        return False
-    MXFP4_KEYS.check(quantization, "quantization_config", "convert the weights to bfloat16 first")
-    return True
-
-
-def fp8_block_size(config: Mapping[str, Any]) -> BlockSize | None:
-    """Return rows and columns of the blocks that share one scale; None if weights are not in 8 bits.
-
-    Raises JobError for any other quantization than this and MXFP4.
-    """
-    quantization = config.get("quantization_config")
-    if quantization is None or is_mxfp4(config):
-        return None
-    is_fp8 = (
-        isinstance(quantization, dict)
-        and quantization.get("quant_method") == "fp8"
-        and quantization.get("fmt") in (None, "e4m3", "float8_e4m3fn")  # the latter in MiniMax M2's
-    )
-    block = quantization.get("weight_block_size") if is_fp8 else None
-    if not isinstance(block, list) or len(block) != 2 or any(type(size) is not int or size < 1 for size in block):
-        raise JobError(
-            f"quantization_config = {quantization!r}; allowed are none, or quant_method 'fp8' with fmt 'e4m3' and a "
-            f"weight_block_size of two whole numbers above 0. Convert the weights to bfloat16 first"
-        )
-    return block[0], block[1]
 
 
 def check_types(args: Any) -> None:

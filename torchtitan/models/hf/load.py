@@ -2,10 +2,7 @@
 
 All names, shapes and dtypes are checked before any tensor is read. The family's `TensorMap` maps names and layouts.
 
-Weights may be in 8 bits with a scale for each block, as DeepSeek V3 is published (arXiv:2412.19437, section 3.3). A
-matrix in float8_e4m3fn comes with a second one, named with the suffix `_scale_inv`, which has one number for each block
-of weight_block_size rows and columns (blocks at the edges are smaller). A weight is its 8-bit value times the number of
-its block. Matrices of experts may be in 4 bits (hf/mxfp4.py).
+Weights may be in few bits (hf/packed.py); slices of them are dequantized as they are read.
 """
 
 import os
@@ -28,50 +25,20 @@ from torchtitan.models.hf.config import (
     CONFIG,
     INDEX,
     SINGLE,
-    BlockSize,
     StoredTensor,
     find_text_config,
-    fp8_block_size,
-    is_mxfp4,
     read_json,
     unreadable_weights,
 )
 from torchtitan.models.hf.config_keys import INDEX_KEYS
-from torchtitan.models.hf.mxfp4 import BLOCK, STORED_TYPE, PackedExperts, packed_shapes
+from torchtitan.models.hf.fp8 import BlockFP8
+from torchtitan.models.hf.mxfp4 import PackedStacks
 from torchtitan.models.hf.names import TensorMap
+from torchtitan.models.hf.packed import READABLE_DTYPES, PackedFormat
+from torchtitan.models.hf.quantization import FP8, MXFP4, Quantization, read_quantization
 from torchtitan.models.hf.wrappers import text_tensors
 
-FP8 = "F8_E4M3"
-
-
-def scales_name(name: str) -> str:
-    """Return the name of the scales of an 8-bit matrix."""
-    return f"{name}_scale_inv"
-
-
-def scales_shape(shape: tuple[int, ...], block: BlockSize) -> tuple[int, ...]:
-    """Return the shape of the scales of a matrix of this shape."""
-    return tuple(-(-length // size) for length, size in zip(shape, block, strict=True))
-
-
-@dataclass(frozen=True)
-class Dequantized:
-    """A stored 8-bit matrix and its scales; slicing reads and dequantizes only the slice."""
-
-    weight: Any  # both as returned by safetensors' get_slice
-    scales: Any
-    block: BlockSize
-
-    def __getitem__(self, spans: tuple[slice, slice]) -> torch.Tensor:
-        """Return a slice [rows, columns] in float32."""
-        first = [span.start // size for span, size in zip(spans, self.block, strict=True)]
-        last = [-(-span.stop // size) for span, size in zip(spans, self.block, strict=True)]
-        scales = self.scales[slice(first[0], last[0]), slice(first[1], last[1])].float()
-        for dim, (span, size) in enumerate(zip(spans, self.block, strict=True)):
-            # the file may hold any size; limiting it to the matrix does not change the quotient
-            blocks = torch.arange(span.start, span.stop) // min(size, span.stop) - first[dim]
-            scales = scales.index_select(dim, blocks)
-        return self.weight[spans].float() * scales
+PACKED_FORMATS: dict[str, Callable[[Quantization], PackedFormat]] = {FP8: BlockFP8, MXFP4: PackedStacks}
 
 
 @contextmanager
@@ -84,9 +51,6 @@ def translated_errors(path: Path) -> Iterator[None]:
     except (SafetensorError, OSError) as error:
         reason = f"cannot read the weights: {error}. A file is cut off or missing: get it again"
         raise JobError(f"{path}: {reason}") from error
-
-
-READABLE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
 class StoredWeights:
@@ -119,7 +83,7 @@ class StoredWeights:
 
     def __enter__(self) -> "StoredWeights":
         folder = self.path.parent if self.path.is_file() else self.path
-        stored_files, (block, may_be_packed) = tensor_files(self.path), _quantization(folder)
+        stored_files, form = tensor_files(self.path), _packed_format(folder)
         stored_names = text_tensors(find_text_config(self.path), stored_files)
         files = {hf_name: stored_files[stored_name] for hf_name, stored_name in stored_names.items()}
         for layout in self.tensor_map.other_layouts():
@@ -144,11 +108,9 @@ class StoredWeights:
                 name: names for name, names in self.hf_names_by_name.items() if name not in self.missing_head
             }
         hf_names = list(dict.fromkeys(hf_name for names in self.hf_names_by_name.values() for hf_name in names))
-        scales = {scales_name(hf_name) for hf_name in hf_names} & files.keys() if block else set()
-        if may_be_packed:
-            hf_names = [part for hf_name in hf_names for part in self._stored_parts(hf_name, files)]
+        hf_names = [part for hf_name in hf_names for part in form.parts(hf_name, files)]
         faults = [f"{hf_name} is missing" for hf_name in hf_names if hf_name not in files]
-        expected = {*hf_names, *scales}
+        expected = {*hf_names}
         faults += [
             f"{stored_names[hf_name]} is not part of the model"
             for hf_name in files
@@ -157,7 +119,7 @@ class StoredWeights:
         raise_mismatches(self.path, faults)
         try:
             expected_files = {hf_name: files[hf_name] for hf_name in expected}
-            self.shards = Shards(folder, expected_files, block, self.stack, stored_names)
+            self.shards = Shards(folder, expected_files, form, self.stack, stored_names)
             in_files = {name: file for file, names in self.shards.names_in_file.items() for name in names}
             self._refuse_another_head(in_files | files, stored_names)
             for name, hf_names_of_one in self.hf_names_by_name.items():
@@ -170,12 +132,6 @@ class StoredWeights:
             self.__exit__(type(error), error, None)
             raise
         return self
-
-    @staticmethod
-    def _stored_parts(hf_name: str, files: Mapping[str, str]) -> list[str]:
-        """Return the names of the tensors in `files` that hold one: the one of its name, or packed matrices."""
-        packed = [*packed_shapes(hf_name, (0, 0, 0))]
-        return packed if hf_name not in files and not files.keys().isdisjoint(packed) else [hf_name]
 
     def _refuse_another_head(self, files: Mapping[str, str], stored_names: Mapping[str, str]) -> None:
         """Raise JobError if the model ties its head to the embedding, but a file has another one, indexed or not."""
@@ -223,8 +179,8 @@ class StoredWeights:
         self.shards.count_bytes(local_part(tensor)[0].numel() * self.dtype(name).itemsize)
 
     def dtype(self, name: str) -> torch.dtype:
-        """Return the stored dtype, or bfloat16 for weights in 8 or 4 bits."""
-        return READABLE_DTYPES.get(self.shards.dtype(self.hf_names_by_name[name][0]), torch.bfloat16)
+        """Return the stored dtype; of packed weights the one that their format states."""
+        return self.shards.dtype(self.hf_names_by_name[name][0])
 
     def read_full(self, name: str) -> torch.Tensor:
         """Return the full tensor, of our shape, on the CPU in the stored dtype."""
@@ -238,7 +194,7 @@ def load_weights(weights: StoredWeights, model: nn.Module, fresh: Collection[str
     """Load parameters and persistent buffers of a model or pipeline stage, plain or sharded.
 
     Each rank reads its own rows. Parameters that an adapter added (`fresh`) stay unchanged, and so do those that are
-    returned: a head that the folder lacks. Matrices may be in 8 bits.
+    returned: a head that the folder lacks.
 
     Raises JobError if the weights do not fit. The model is then unchanged, unless a file turns out to be unreadable
     halfway.
@@ -340,11 +296,11 @@ class Shards:
         self,
         folder: Path,
         files: Mapping[str, str],
-        block: BlockSize | None,
+        form: PackedFormat,
         stack: ExitStack,
         stored_names: Mapping[str, str] = MappingProxyType({}),
     ):
-        self.folder, self.files, self.block, self.stored_names = folder, files, block, stored_names
+        self.folder, self.files, self.form, self.stored_names = folder, files, form, stored_names
         self.stack = stack.enter_context(ExitStack())
         self.open_files: dict[str, Any] = {}
         self.mapped_bytes = 0
@@ -370,52 +326,42 @@ class Shards:
             self.mapped_bytes = 0
 
     def stored(self, name: str) -> Any:
-        """Return an object that by slicing reads a tensor of the model's shape, dequantized if it is in 8 or 4 bits."""
-        if name not in self.files:
-            return PackedExperts(*map(self._slice, packed_shapes(name, (0, 0, 0))))
-        stored = self._slice(name)
-        if stored.get_dtype() != FP8:
-            return stored
-        return Dequantized(stored, self._slice(scales_name(name)), self.block)
+        """Return an object that by slicing reads a tensor of the model's shape, dequantized if it is packed."""
+        packed = self.form.open(name, self)
+        return self.slice(name) if packed is None else packed
 
     def mismatches(self, name: str, shape: tuple[int, ...], expected: str = "the model's is") -> list[str]:
-        """List the faults of a stored tensor: not in its file, another shape, an unreadable dtype, missing scales."""
-        if name not in self.files:
-            return self._packed_mismatches(name, shape)
-        readable = ", ".join(sorted(READABLE_DTYPES))
-        if (stored_name := self.stored_names.get(name, name)) not in self.names_in_file[self.files[name]]:
-            return [f"{stored_name} is not in {self.files[name]}, where the index says it is"]
-        stored, scales = self._slice(name), scales_name(name)
-        dtype = stored.get_dtype()
-        if tuple(stored.get_shape()) != shape:
-            return [f"{name} has shape {tuple(stored.get_shape())}, {expected} {shape}"]
-        if dtype == FP8 and self.block and len(shape) == 2:
-            if scales not in self.files:
-                return [f"{name} is stored as {FP8}, but its scales, {scales}, are missing"]
-            return self.mismatches(scales, scales_shape(shape, self.block), f"blocks of {self.block} make")
+        """List the faults of a stored tensor: not in its file, another shape, an unreadable dtype, faults of parts."""
+        if name in self.files and (fault := self.absence(name)):
+            return [fault]
+        faults = self.form.faults(name, shape, self)
+        return self.plain_faults(name, shape, expected) if faults is None else faults
+
+    def absence(self, name: str) -> str:
+        """Return the fault of a tensor that is not in its file, or ""."""
+        stored_name, file = self.stored_names.get(name, name), self.files[name]
+        is_there = stored_name in self.names_in_file[file]
+        return "" if is_there else f"{stored_name} is not in {file}, where the index says it is"
+
+    def plain_faults(self, name: str, shape: tuple[int, ...], expected: str = "the model's is") -> list[str]:
+        """List the faults of a tensor that is in its file, and stored as its numbers."""
+        dtype, stored_shape = self.header(name)
+        if stored_shape != shape:
+            return [f"{name} has shape {stored_shape}, {expected} {shape}"]
         if dtype not in READABLE_DTYPES:
-            return [
-                f"{name} is stored as {dtype}; readable are {readable}, and {FP8} for matrices if config.json has a "
-                f"quantization_config"
-            ]
-        return [f"{scales} is there, but {name} is stored as {dtype} instead of {FP8}"] if scales in self.files else []
+            readable = ", ".join(sorted(READABLE_DTYPES))
+            packed = "and packed ones for matrices if config.json has a quantization_config"
+            return [f"{name} is stored as {dtype}; readable are {readable}, {packed}"]
+        return []
 
-    def _packed_mismatches(self, name: str, shape: tuple[int, ...]) -> list[str]:
-        """List the faults of matrices of experts in MXFP4."""
-        if len(shape) != 3 or shape[1] % BLOCK:
-            return [f"{name} is in blocks of {BLOCK} rows, but the model's is {shape}"]
-        faults = []
-        for part, expected in packed_shapes(name, shape).items():
-            if part not in self.names_in_file[self.files[part]]:
-                faults.append(f"{part} is not in {self.files[part]}, where the index says it is")
-                continue
-            stored = self._slice(part).get_dtype(), tuple(self._slice(part).get_shape())
-            if stored != (STORED_TYPE, expected):
-                faults.append(f"{part} is {stored[1]} of {stored[0]}, the model's is {expected} of {STORED_TYPE}")
-        return faults
+    def header(self, name: str) -> tuple[str, tuple[int, ...]]:
+        """Return the dtype, as safetensors names it, and the shape of a stored tensor."""
+        stored = self.slice(name)
+        return stored.get_dtype(), tuple(stored.get_shape())
 
-    def dtype(self, name: str) -> str:
-        return self._slice(name).get_dtype() if name in self.files else STORED_TYPE
+    def dtype(self, name: str) -> torch.dtype:
+        packed = self.form.open(name, self)
+        return READABLE_DTYPES[self.header(name)[0]] if packed is None else packed.dtype
 
     def read(self, name: str) -> torch.Tensor:
         """Return a full tensor of the stored shape and dtype. Raises JobError if its file cannot be read."""
@@ -424,7 +370,8 @@ class Shards:
         self.count_bytes(tensor.nbytes)
         return tensor
 
-    def _slice(self, name: str) -> Any:
+    def slice(self, name: str) -> Any:
+        """Return the object that by slicing reads a stored tensor as it is."""
         return self._open(self.files[name]).get_slice(self.stored_names.get(name, name))
 
 
@@ -461,15 +408,15 @@ def tensor_files(path: Path) -> dict[str, str]:
     return files
 
 
-def _quantization(folder: Path) -> tuple[BlockSize | None, bool]:
-    """Return, from a folder's config.json, the block size of 8-bit weights, and True if some may be in MXFP4."""
+def _packed_format(folder: Path) -> PackedFormat:
+    """Return the format of packed weights by a folder's config.json."""
     if not (folder / CONFIG).exists():
-        return None, False  # a file alone
+        return PackedFormat()  # a file alone
     try:
-        config = read_json(folder / CONFIG)
-        return fp8_block_size(config), is_mxfp4(config)
+        quantization = read_quantization(read_json(folder / CONFIG))
     except ValueError as error:
         raise JobError(f"{folder / CONFIG}: {error}") from error
+    return PACKED_FORMATS[quantization.method](quantization) if quantization else PackedFormat()
 
 
 def summarize(faults: list[str]) -> str:

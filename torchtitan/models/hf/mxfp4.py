@@ -5,10 +5,13 @@ first in the lower bits: a sign, and an index into MAGNITUDES. `_scales` [E, out
 (OCP Microscaling Formats, version 1.0).
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from torchtitan.models.hf.packed import PackedFormat, StoredTensors
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BLOCK = 32
@@ -35,6 +38,7 @@ class PackedExperts:
 
     blocks: Any  # both as returned by safetensors' get_slice
     scales: Any
+    dtype: torch.dtype = torch.bfloat16
 
     def __getitem__(self, spans: tuple[slice, slice, slice]) -> torch.Tensor:
         """Return a slice [experts, in, out] in float32."""
@@ -42,3 +46,29 @@ class PackedExperts:
         first, last = inputs.start // BLOCK, -(-inputs.stop // BLOCK)
         numbers = decode(*(part[experts, outputs, slice(first, last)] for part in (self.blocks, self.scales)))
         return numbers[..., inputs.start - BLOCK * first : inputs.stop - BLOCK * first].transpose(1, 2)
+
+
+class PackedStacks(PackedFormat):
+    """Stacks of experts that two tensors hold if none has the name of the stack."""
+
+    def parts(self, name: str, names: Collection[str]) -> list[str]:
+        packed = [*packed_shapes(name, (0, 0, 0))]
+        return packed if name not in names and any(part in names for part in packed) else [name]
+
+    def faults(self, name: str, shape: tuple[int, ...], tensors: StoredTensors) -> list[str] | None:
+        if name in tensors.files:
+            return None
+        if len(shape) != 3 or shape[1] % BLOCK:
+            return [f"{name} is in blocks of {BLOCK} rows, but the model's is {shape}"]
+        faults = []
+        for part, expected in packed_shapes(name, shape).items():
+            if fault := tensors.absence(part):
+                faults.append(fault)
+                continue
+            dtype, stored_shape = tensors.header(part)
+            if (dtype, stored_shape) != (STORED_TYPE, expected):
+                faults.append(f"{part} is {stored_shape} of {dtype}, the model's is {expected} of {STORED_TYPE}")
+        return faults
+
+    def open(self, name: str, tensors: StoredTensors) -> PackedExperts | None:
+        return None if name in tensors.files else PackedExperts(*map(tensors.slice, packed_shapes(name, (0, 0, 0))))

@@ -1,0 +1,53 @@
+"""Weights of few bits in published folders, dequantized slice by slice as they are read.
+
+A format knows by names and dtypes which tensors hold a weight together; all others are plain. Folders are only read
+in these formats, never written.
+"""
+
+from collections.abc import Collection, Mapping
+from typing import Any, Protocol
+
+import torch
+
+from torchtitan.models.hf.quantization import Quantization
+
+READABLE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
+
+
+class StoredTensors(Protocol):
+    """The tensors of a folder's files, as `Shards` of hf/load.py reads them."""
+
+    files: Mapping[str, str]
+
+    def header(self, name: str) -> tuple[str, tuple[int, ...]]: ...
+    def slice(self, name: str) -> Any: ...
+    def absence(self, name: str) -> str: ...
+    def plain_faults(self, name: str, shape: tuple[int, ...], expected: str) -> list[str]: ...
+
+
+class PackedWeight(Protocol):
+    """A weight of the model's shape; slicing reads and dequantizes only the slice, in float32."""
+
+    dtype: torch.dtype
+    """The type of the weight before it was packed, which its numbers are rounded to."""
+
+    def __getitem__(self, spans: Any) -> torch.Tensor: ...
+
+
+class PackedFormat:
+    """The format of a folder without packed weights, from which all others inherit."""
+
+    def __init__(self, quantization: Quantization | None = None):
+        self.quantization = quantization
+
+    def parts(self, name: str, names: Collection[str]) -> list[str]:
+        """Return the names of the tensors, of these `names`, that hold a weight together."""
+        return [name]
+
+    def faults(self, name: str, shape: tuple[int, ...], tensors: StoredTensors) -> list[str] | None:
+        """List the faults of a packed weight of the model's shape; None if it is plain."""
+        return None
+
+    def open(self, name: str, tensors: StoredTensors) -> PackedWeight | None:
+        """Return a weight without faults; None if it is plain."""
+        return None
