@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.models.hf.packed import PackedFormat, StoredTensors
+from torchtitan.models.hf.packed import PackedFormat, TensorFiles
 from torchtitan.models.hf.quantization import BlockSize, Quantization
 
 STORED_TYPE = "F8_E4M3"
@@ -58,7 +58,7 @@ class BlockFP8(PackedFormat):
         scales = scales_name(name)
         return [name, scales] if scales in names else [name]
 
-    def faults(self, name: str, shape: tuple[int, ...], tensors: StoredTensors) -> list[str] | None:
+    def faults(self, name: str, shape: tuple[int, ...], tensors: TensorFiles) -> list[str] | None:
         (dtype, stored_shape), scales = tensors.header(name), scales_name(name)
         if stored_shape != shape:
             return None  # a plain one has this fault, too
@@ -73,7 +73,7 @@ class BlockFP8(PackedFormat):
             return [fault]
         return tensors.plain_faults(scales, scales_shape(shape, self.block), f"blocks of {self.block} make")
 
-    def open(self, name: str, tensors: StoredTensors) -> Dequantized | None:
+    def open(self, name: str, tensors: TensorFiles) -> Dequantized | None:
         weight = tensors.slice(name)
         if weight.get_dtype() != STORED_TYPE:
             return None

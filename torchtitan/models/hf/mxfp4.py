@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from torchtitan.models.hf.packed import PackedFormat, StoredTensors
+from torchtitan.models.hf.packed import PackedFormat, TensorFiles
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
 BLOCK = 32
@@ -55,7 +55,7 @@ class PackedStacks(PackedFormat):
         packed = [*packed_shapes(name, (0, 0, 0))]
         return packed if name not in names and any(part in names for part in packed) else [name]
 
-    def faults(self, name: str, shape: tuple[int, ...], tensors: StoredTensors) -> list[str] | None:
+    def faults(self, name: str, shape: tuple[int, ...], tensors: TensorFiles) -> list[str] | None:
         if name in tensors.files:
             return None
         if len(shape) != 3 or shape[1] % BLOCK:
@@ -70,5 +70,5 @@ class PackedStacks(PackedFormat):
                 faults.append(f"{part} is {stored_shape} of {dtype}, the model's is {expected} of {STORED_TYPE}")
         return faults
 
-    def open(self, name: str, tensors: StoredTensors) -> PackedExperts | None:
+    def open(self, name: str, tensors: TensorFiles) -> PackedExperts | None:
         return None if name in tensors.files else PackedExperts(*map(tensors.slice, packed_shapes(name, (0, 0, 0))))

@@ -14,7 +14,7 @@ from torchtitan.models.hf.quantization import Quantization
 READABLE_DTYPES = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
 
-class StoredTensors(Protocol):
+class TensorFiles(Protocol):
     """The tensors of a folder's files, as `Shards` of hf/load.py reads them."""
 
     files: Mapping[str, str]
@@ -44,10 +44,10 @@ class PackedFormat:
         """Return the names of the tensors, of these `names`, that hold a weight together."""
         return [name]
 
-    def faults(self, name: str, shape: tuple[int, ...], tensors: StoredTensors) -> list[str] | None:
+    def faults(self, name: str, shape: tuple[int, ...], tensors: TensorFiles) -> list[str] | None:
         """List the faults of a packed weight of the model's shape; None if it is plain."""
         return None
 
-    def open(self, name: str, tensors: StoredTensors) -> PackedWeight | None:
+    def open(self, name: str, tensors: TensorFiles) -> PackedWeight | None:
         """Return a weight without faults; None if it is plain."""
         return None
