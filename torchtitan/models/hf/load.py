@@ -21,6 +21,7 @@ from torchtitan.core.files import require_file
 from torchtitan.core.progress_bar import progress_bar
 from torchtitan.core.random_draws import clean_name, local_part
 from torchtitan.core.tensor_storage import packed_names, stores
+from torchtitan.models.hf.bitsandbytes import BitsAndBytes
 from torchtitan.models.hf.config import (
     CONFIG,
     INDEX,
@@ -35,10 +36,14 @@ from torchtitan.models.hf.fp8 import BlockFP8
 from torchtitan.models.hf.mxfp4 import PackedStacks
 from torchtitan.models.hf.names import TensorMap
 from torchtitan.models.hf.packed import READABLE_DTYPES, PackedFormat
-from torchtitan.models.hf.quantization import FP8, MXFP4, Quantization, read_quantization
+from torchtitan.models.hf.quantization import BITSANDBYTES, FP8, MXFP4, Quantization, read_quantization
 from torchtitan.models.hf.wrappers import text_tensors
 
-PACKED_FORMATS: dict[str, Callable[[Quantization], PackedFormat]] = {FP8: BlockFP8, MXFP4: PackedStacks}
+PACKED_FORMATS: dict[str, Callable[[Quantization], PackedFormat]] = {
+    BITSANDBYTES: BitsAndBytes,
+    FP8: BlockFP8,
+    MXFP4: PackedStacks,
+}
 
 
 @contextmanager
