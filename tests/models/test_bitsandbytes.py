@@ -66,9 +66,8 @@ def opened(folder, tensors, stack):
     return Shards(folder, dict.fromkeys(tensors, "model.safetensors"), BitsAndBytes(), stack)
 
 
-PUBLISHED = (
-    "7947a6e17686b8a98b51ca67afe2c9f656597793688b37ab5f56a0d6c21b35dd75a61e2da72443308663f9169992d7353234be5806a172"
-)
+PUBLISHED = "7947a6e17686b8a98b51ca67afe2c9f656597793688b37ab5f56a0d6c21b35dd75a61e2da7244330"
+PUBLISHED += "8663f9169992d7353234be5806a172e1e7677ce2"
 """Numbers that bitsandbytes 0.50 packed, of a matrix [3, 40] in blocks of 32."""
 
 
