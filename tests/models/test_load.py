@@ -12,8 +12,8 @@ from tests.support.hf_parity import build, refuse_folder, same, to_memory_names,
 from tests.support.pool import run_ranks
 from tests.support.tiny_decoders import DEEPSEEK, GATED, QWEN3_MOE
 from torchtitan.models.deepseek.model import HF, Deepseek
-from torchtitan.models.hf.fp8 import Dequantized
 from torchtitan.models.hf.quantization import Quantization, read_quantization
+from torchtitan.models.hf.scaled import Dequantized
 from torchtitan.models.minimax_m2.model import HF as MINIMAX_HF
 from torchtitan.models.minimax_m2.model import MiniMaxM2
 from torchtitan.models.qwen3_moe.model import HF as QWEN3_HF
@@ -210,8 +210,8 @@ def test_scales_that_do_not_fit_are_reported(change, message, tmp_path):
             config_of((7, 10), quant_method="gptq"),
             "config.json: quantization_config = .*'gptq'.*Convert the weights to",
         ),
-        (config_of((7, 10), fmt="e5m2"), "'e5m2'.*allowed are none, or quant_method 'fp8' with fmt 'e4m3'"),
-        (config_of((7, 10), weight_block_size=None), "weight_block_size of two whole numbers above 0"),
+        (config_of((7, 10), fmt="e5m2"), "'e5m2'.*allowed for quant_method 'fp8' are fmt 'e4m3'"),
+        (config_of((7, 10), weight_block_size=None), r"blocks of \(all rows, all columns\) make \(1, 1\)"),
         (config_of((7, 10, 3)), r"\[7, 10, 3\].*two whole numbers"),
         (config_of((7, 0)), r"\[7, 0\].*two whole numbers"),
         ({"quantization_config": "fp8"}, "quantization_config = 'fp8'"),
@@ -233,5 +233,5 @@ def test_fp8_matrices_need_a_quantization_config(tmp_path):
 @pytest.mark.parametrize("fmt", ["e4m3", "float8_e4m3fn"])  # of DeepSeek V3, and of MiniMax M2
 def test_the_published_quantization_config_is_read(fmt):
     published = {"activation_scheme": "dynamic", "fmt": fmt, "quant_method": "fp8", "weight_block_size": [128, 128]}
-    assert read_quantization({"quantization_config": published}) == Quantization("fp8", (128, 128))
+    assert read_quantization({"quantization_config": published}) == Quantization("fp8", ((128, 128),))
     assert read_quantization({}) is None

@@ -32,16 +32,26 @@ from torchtitan.models.hf.config import (
     unreadable_weights,
 )
 from torchtitan.models.hf.config_keys import INDEX_KEYS
-from torchtitan.models.hf.fp8 import BlockFP8
 from torchtitan.models.hf.mxfp4 import PackedStacks
 from torchtitan.models.hf.names import TensorMap
 from torchtitan.models.hf.packed import READABLE_DTYPES, PackedFormat
-from torchtitan.models.hf.quantization import BITSANDBYTES, FP8, MXFP4, Quantization, read_quantization
+from torchtitan.models.hf.quantization import (
+    BITSANDBYTES,
+    COMPRESSED,
+    FP8,
+    MODELOPT,
+    MXFP4,
+    Quantization,
+    read_quantization,
+)
+from torchtitan.models.hf.scaled import ScaledMatrices
 from torchtitan.models.hf.wrappers import text_tensors
 
 PACKED_FORMATS: dict[str, Callable[[Quantization], PackedFormat]] = {
     BITSANDBYTES: BitsAndBytes,
-    FP8: BlockFP8,
+    COMPRESSED: ScaledMatrices,
+    FP8: ScaledMatrices,
+    MODELOPT: ScaledMatrices,
     MXFP4: PackedStacks,
 }
 

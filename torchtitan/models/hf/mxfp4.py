@@ -14,6 +14,8 @@ import torch
 from torchtitan.models.hf.packed import PackedFormat, TensorFiles
 
 MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)
+VALUES = (*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES))
+"""The numbers of 4 bits, by their bits."""
 BLOCK = 32
 STORED_TYPE = "U8"
 
@@ -27,8 +29,7 @@ def packed_shapes(name: str, shape: tuple[int, ...]) -> dict[str, tuple[int, ...
 
 def decode(blocks: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
     """Return the numbers [..., 32 n] of blocks [..., n, 16] and scales [..., n], exactly, in float32."""
-    values = torch.tensor([*MAGNITUDES, *(-magnitude for magnitude in MAGNITUDES)])
-    numbers = values[torch.stack((blocks & 15, blocks >> 4), dim=-1).int()].flatten(-2)  # [..., n, 32]
+    numbers = torch.tensor(VALUES)[torch.stack((blocks & 15, blocks >> 4), dim=-1).int()].flatten(-2)  # [..., n, 32]
     return torch.ldexp(numbers, scales[..., None].int() - 127).flatten(-2)
 
 
