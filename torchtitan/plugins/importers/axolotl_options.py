@@ -78,6 +78,7 @@ DEVICES = _note("any", "the launcher chooses the devices")
 COMPUTED = _note("any", "it is computed, and logged at the start")
 UPLOADS = _note("text", "checkpoints are not uploaded")
 EXPERTS = _note("any", "products of experts are grouped where the device has a kernel for it")
+NOT_ROUNDED = _note("any", "not the same: the adapter is trained and merged without rounding to NVFP4")
 FASTER_PLUGINS: tuple[str, ...] = (
     "cut_cross_entropy.CutCrossEntropyPlugin",
     "liger.LigerPlugin",
@@ -120,6 +121,10 @@ MODEL: dict[str, Setting] = {
     "fused_attn_kernel": KERNEL,
     "flex_attn_compile_kwargs": _note("table", KERNEL.note),
     **same("use_kernels use_scattermoe use_sonicmoe experts_implementation", EXPERTS),
+    **same("moe_grouped_backend moe_dequant_chunk_size moe_bnb_fast use_dsv4_kernels use_glm_dsa_kernels", EXPERTS),
+    "dsv4_fp4_grouped_mode": _note("text", "not the same: inputs of experts are not rounded to 4 bits here"),
+    **same("nvfp4_merge_aware nvfp4_merge_aware_start_step", NOT_ROUNDED),
+    "expert_parallel_token_capacity": _note("any", "not the same: every token reaches its experts here"),
     **same("experimental_skip_move_to_device low_cpu_mem_usage", DEVICES),
     "plugins": Setting("words"),
     "processor_type": _refusal("text", "images and sound are not supported: train on records of text"),
