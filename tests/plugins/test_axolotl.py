@@ -69,6 +69,7 @@ OPTIONS = (ESSENTIAL + OPTIONAL + UNSUPPORTED).split()
 
 FULL = {"base_model": "llama", "datasets": [{"path": "a.jsonl"}], "learning_rate": 1e-4, "max_steps": 100}
 LORA = FULL | {"adapter": "lora", "lora_target_linear": True, "lora_r": 8, "lora_alpha": 16}
+TWO_SETS = FULL | {"datasets": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}
 HELD_OUT = FULL | {"val_set_size": 0.1}
 RESTARTED = {"adapter.relora.every": 150, "adapter.relora.reset": "magnitude", "adapter.relora.prune_ratio": 0.9}
 RESTARTED |= {"adapter.save": None, "adapter.last_save_in_peft": None, "optimizer.name": None}
@@ -395,6 +396,10 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ({"mlfoundry_run_name": "n"}, FULL, {"job.description": "n"}),
     ({"attn_implementation": "flash_attention_2"}, FULL, {}),
     ({"shuffle_merged_datasets": True}, FULL, {}),
+    ({"shuffle_merged_datasets": False}, FULL, {}),
+    ({"shuffle_before_merging_datasets": True}, FULL, {}),
+    ({"curriculum_sampling": True}, FULL, {"training.shuffle": False}),
+    ({"curriculum_sampling": True}, TWO_SETS, {}),
     ({"plugins": ["axolotl.integrations.liger.LigerPlugin"]}, FULL, {}),
     ({"optimizer": "adamw_torch_4bit"}, FULL, {"optimizer.name": "AdamW8bit"}),
     ({"model_config": {"output_router_logits": True}}, FULL, {}),
@@ -713,7 +718,7 @@ WRONG = [  # an option, its value, the job it is added to, and a part of the err
     ("dataset_shard_idx", 4, FULL | {"dataset_shard_num": 4}, "from 0 to 3, one of dataset_shard_num 4"),
     ("dataset_shard_idx", 1, FULL, "nothing without dataset_shard_num"),
     ("plugins", ["my.Plugin"], FULL, "never executed"),
-    ("shuffle_merged_datasets", False, FULL, "always shuffled"),
+    ("curriculum_sampling", True, TWO_SETS | {"shuffle_merged_datasets": False}, "write the records into one file"),
     ("context_parallel_size", 3, FULL, "divides the 2 ranks"),
     ("dp_shard_size", 4, FULL, "divides the 2 ranks"),
     ("dp_shard_size", 2, FULL, "1 without fsdp"),

@@ -153,8 +153,22 @@ class DataTranslation:
             exception = "; Axolotl cuts them, as a job does with test_datasets instead of val_set_size"
             self.note(f"records that are too long are left out, and counted{exception * are_texts}")
         self._template()
+        self._order(len(entries))
         self._lengths()
         self._left_out()
+
+    def _order(self, sets: int) -> None:
+        """Translate the order of records. Axolotl shuffles several data sets into one before any other order."""
+        is_sequential, is_shuffled = self.options["curriculum_sampling"], self.options["shuffle_merged_datasets"]
+        if not is_sequential and (is_shuffled is False or self.options["shuffle_before_merging_datasets"]):
+            self.note("shuffle_merged_datasets: no effect without curriculum_sampling: each epoch is shuffled")
+        if is_sequential and sets == 1:
+            self.values["training.shuffle"] = False
+        elif is_sequential and is_shuffled is not False:
+            self.note("not the same: each epoch is shuffled again; curriculum_sampling repeats the first order")
+        elif is_sequential:
+            allowed = "false with several datasets and without shuffle_merged_datasets"
+            self.refuse("curriculum_sampling", True, allowed, "write the records into one file, in their order")
 
     def _lengths(self) -> None:
         """Translate the padding and ordering of unpacked samples, and the shard of the dataset to read."""

@@ -167,10 +167,12 @@ DATA: dict[str, Setting] = {
     **same(
         "pretrain_multipack_attn train_on_inputs sample_packing pad_to_sequence_len group_by_length", Setting("bool")
     ),
+    **same("curriculum_sampling shuffle_merged_datasets shuffle_before_merging_datasets", Setting("bool")),
     "dataset_exact_deduplication": Setting("bool"),
-    **same("sample_packing_sequentially curriculum_sampling", _refusal("bool", "records are always shuffled")),
+    "sample_packing_sequentially": _note(
+        "bool", "not the same: samples are filled best with the records of data.packing_window, not one by one"
+    ),
     "skip_prepare_dataset": _refusal("bool", "records are always tokenized by their format: leave it out"),
-    "shuffle_merged_datasets": Setting("bool", choices=(True,), reason="records are always shuffled"),
     "dataset_prepared_path": Setting("text", to="data.cache_dir"),
     "is_preprocess": _note("bool", "records are tokenized once, at the start of train"),
     **same("dataset_processes dataset_num_proc", Setting("int", to="data.num_proc")),
