@@ -463,6 +463,12 @@ def test_a_target_that_lora_target_linear_includes_is_noted():
     assert not values and note == "lora_target_modules: no module of the model has the name wide"
 
 
+@pytest.mark.parametrize("name", ["lora_target_modules", "lora_modules_to_save", "lora_target_parameters"])
+def test_targets_without_an_adapter_have_no_effect(name):
+    values, note = changes_by({name: ["q_proj"]}, FULL)
+    assert values == {} and f"no adapter, so {name} has no effect" in note
+
+
 VALUES = {"bool": True, "int": 3, "float": 3.0, "text": "some", "list": ["some"], "table": {"some": 1}, "any": "some"}
 NOTED = sorted(name for name, fate in TABLE.items() if fate.note and not fate.choices)
 REFUSED = sorted(name for name, fate in TABLE.items() if fate.reason and not fate.choices)

@@ -20,7 +20,7 @@ OF_RESTARTS: tuple[str, ...] = ("jagged_restart_steps", "jagged_restart_warmup_s
 OF_RESTARTS += ("relora_prune_ratio", "relora_prune_method")
 """Options that only belong to relora: true."""
 ADAPTER_OPTIONS: tuple[str, ...] = (TARGETS, PARAMETERS, "lora_modules_to_save", "peft_use_dora")
-ADAPTER_OPTIONS += ("relora_steps", "relora", *OF_RESTARTS)
+RESTART_OPTIONS: tuple[str, ...] = ("relora_steps", "relora", *OF_RESTARTS)
 NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "load_in_4bit": True}
 """The 4-bit options of bitsandbytes with the only supported values."""
 
@@ -64,9 +64,12 @@ class AdapterTranslation:
         options, values = self.options, self.values
         if kind is not None:
             self.refuse("adapter", kind, "lora, qlora or dora", "others are not supported")
-        for name in ADAPTER_OPTIONS:
+        for name in RESTART_OPTIONS:
             if options[name]:
                 self.refuse(name, options[name], "nothing without an adapter", "give adapter: lora")
+        for name in ADAPTER_OPTIONS:
+            if options[name]:
+                self.note(f"no adapter, so {name} has no effect: all weights are trained, as in Axolotl")
         for key in [key for key in values if key.startswith("adapter.")]:
             self.note(f"no adapter, so no effect: {key} = {values.pop(key)}")
         if regexes := options["unfrozen_parameters"]:
