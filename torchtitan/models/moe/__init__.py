@@ -62,6 +62,8 @@ class MoEArgs:
     """True if the router and each matrix of an expert have a bias."""
     gated_experts: ClassVar = True
     """False if experts have two matrices, and the square of relu between them."""
+    gelu_experts: ClassVar = False
+    """True if the gate of experts, also of shared ones, is the approximation of gelu by tanh, and not silu."""
     weight_eps: ClassVar = 1e-20
     """Added to the sum of a token's weights, by which normalize_top_k divides them."""
     swiglu_limit = 0.0

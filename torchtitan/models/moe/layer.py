@@ -12,6 +12,7 @@ in one kernel if it supports the case; otherwise a loop over the experts does.
 """
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -20,7 +21,7 @@ from torch import nn
 from torch.utils.flop_counter import register_flop_formula
 
 from torchtitan.models.decoder import ResidualBlock
-from torchtitan.models.layers import MLP, SwiGLU, autocast_dtype, autocast_off, squared_relu
+from torchtitan.models.layers import MLP, GeGLU, SwiGLU, autocast_dtype, autocast_off, squared_relu
 from torchtitan.models.moe import MoEArgs
 from torchtitan.models.moe.router import Gate, Router, count
 from torchtitan.models.sizes import NormOrder
@@ -36,6 +37,14 @@ class Gated(nn.Module):
     def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
         """[R, F], [R, F] -> [R, F]"""
         return F.silu(gate) * up
+
+
+class GeluGated(Gated):
+    """The same with the approximation of gelu by tanh."""
+
+    def forward(self, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+        """[R, F], [R, F] -> [R, F]"""
+        return F.gelu(gate, approximate="tanh") * up
 
 
 class SquaredReLU(nn.Module):
@@ -220,18 +229,22 @@ class ExpertOrder(NamedTuple):
 class MoE(Stepwise):
     """A mixture-of-experts layer: router, experts and, optionally, shared experts."""
 
+    build_router: type[Router] = Router
+
     def __init__(self, args: MoEArgs):
         super().__init__()
         self.args = args
-        self.router = Router(args)
+        self.router = self.build_router(args)
         activation = ClampedGated(args.swiglu_limit, args.swiglu_alpha) if args.swiglu_limit else None
+        activation = GeluGated() if args.gelu_experts else activation
         activation = activation if args.gated_experts else SquaredReLU()
         self.experts = Experts(args.dim, args.expert_dim, args.n_experts, args.moe_biases, activation)
         self.shared_experts = self.shared_gate = None
         if args.n_shared_experts:
             width = args.n_shared_experts * args.expert_dim
-            gated = args.gated_experts
-            self.shared_experts = SwiGLU(args.dim, width) if gated else MLP(args.dim, width, SquaredReLU(), bias=False)
+            gated = GeGLU if args.gelu_experts else SwiGLU
+            ungated = partial(MLP, activation=SquaredReLU(), bias=False)
+            self.shared_experts = (gated if args.gated_experts else ungated)(args.dim, width)
             self.shared_gate = Gate(args.dim, 1, bias=False) if args.shared_gate else None
 
     def steps(self) -> tuple[Segment | RoutedExperts, ...]:
@@ -294,6 +307,8 @@ class MoE(Stepwise):
 class MoEBlock(ResidualBlock):
     """A transformer block with experts instead of a dense feed-forward."""
 
+    build_moe: type[MoE] = MoE
+
     def __init__(
         self,
         args: MoEArgs,
@@ -303,7 +318,7 @@ class MoEBlock(ResidualBlock):
         dropout: float = 0.0,
     ):
         super().__init__(args, attention, norm, order, dropout)
-        self.moe = MoE(args)
+        self.moe = self.build_moe(args)
 
     def steps(self) -> tuple[Segment | RoutedExperts, ...]:
         """Return the block's steps.
