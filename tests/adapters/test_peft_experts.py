@@ -150,6 +150,7 @@ FAMILIES = {
     "mistral4": "mistral4",
     "minimax_m2": "minimax_m2",
     "afmoe": "afmoe",
+    "gemma4": "gemma4 experts",
 }
 
 

@@ -53,7 +53,8 @@ PUBLISHED = {  # parameters, as transformers counts them in the published checkp
     ("gemma3", "4B"): 4_300_079_472 - 416_866_032 - 1152 * (2560 + 1),
     ("gemma3", "12B"): 12_187_325_040 - 416_866_032 - 1152 * (3840 + 1),
     ("gemma3", "27B"): 27_432_406_640 - 416_866_032 - 1152 * (5376 + 1),
-    ("gemma4", "31B"): 30_697_345_280,  # the text part
+    ("gemma4", "26B-A4B"): 25_233_141_760,  # the text part
+    ("gemma4", "31B"): 30_697_345_280,
     ("gpt2", "124M"): 124_439_808,
     ("gpt2", "355M"): 354_823_168,
     ("gpt2", "774M"): 774_030_080,
@@ -211,7 +212,7 @@ WITH_EXPERTS = [(f, flavor) for f in ROUTED for flavor, args in SIZES[f].items()
 def test_active_parameters_count_only_the_chosen_experts(family, flavor):
     args, model = SIZES[family][flavor], on_meta(family, flavor)
     assert ACTIVE.get((family, flavor), args.num_active_parameters) == args.num_active_parameters
-    others = ("norm.weight", "bias", "sinks.weight", "log_rate", "skip.weight")
+    others = ("norm.weight", "bias", "sinks.weight", "scale.weight", "log_rate", "skip.weight")
     others += tuple(f"conv_{part}.weight" for part in ("short", *"qkvxbc"))
     others += () if args.tied_embeddings else ("tok_embeddings.weight",)
     outside = sum(p.numel() for name, p in model.named_parameters() if name.endswith(others))

@@ -237,6 +237,7 @@ def test_keys_of_published_configs_and_of_both_versions_of_transformers_are_know
         ("llama", {"model_name": "unsloth/Llama-3.2-1B", "unsloth_fixed": True, "loss_type": "ForCausalLM"}),
         ("qwen2", {"dual_chunk_attention_config": {"chunk_size": 262144, "local_size": 8192}}),  # Qwen2.5-7B-1M
         ("qwen3_moe", {"use_qk_norm": True, "qkv_bias": False, "shared_expert_intermediate_size": 0}),  # Coder-30B-A3B
+        ("gemma4_text", {"expert_intermediate_size": None}),
         ("gpt2", {"n_special": 0, "predict_special_tokens": True}),  # gpt2-medium and larger
         ("roberta", {"language": "english", "name": "Roberta"}),
     ],

@@ -11,12 +11,13 @@ from transformers import Gemma4ForCausalLM, Gemma4TextConfig
 
 from tests.support.hf_parity import build, close, compare, exact, refuse_config, tokens_for, twin
 from tests.support.tiny_decoders import GATED
+from tests.support.wrapper_folders import write_wrapper
 from torchtitan.core.errors import JobError
 from torchtitan.models import SIZES
 from torchtitan.models.gemma4.model import HF, Gemma4
 from torchtitan.models.hf.wrappers import text_part
 
-TINY = GATED["gemma4"]
+TINY, EXPERTS = GATED["gemma4"], GATED["gemma4 experts"]
 TEXT = {  # google/gemma-4-31B
     "attention_bias": False,
     "attention_dropout": 0.0,
@@ -68,12 +69,25 @@ def test_a_published_config_is_read():
     assert HF.config.args_from_config(plain) == SIZES["gemma4"]["31B"]  # transformers' defaults
 
 
+def test_a_published_config_of_experts_is_read():
+    """Of google/gemma-4-26B-A4B, with the sizes that its publisher states."""
+    config = TEXT | {"enable_moe_block": True, "num_experts": 128, "top_k_experts": 8, "moe_intermediate_size": 704}
+    config |= {"hidden_size": 2816, "intermediate_size": 2112, "num_hidden_layers": 30, "num_attention_heads": 16}
+    config |= {"num_key_value_heads": 8, "num_global_key_value_heads": 2, "layer_types": TEXT["layer_types"][:30]}
+    args = HF.config.args_from_config(config)
+    assert args == SIZES["gemma4"]["26B-A4B"]
+    assert round(args.num_parameters / 1e9, 1) == 25.2 and round(args.num_active_parameters / 1e9, 1) == 3.8
+
+
 def drawn(seed):
     draw = random.Random(seed)
     shares, kv_heads = draw.random() < 0.5, draw.choice([1, 2, 4])
     global_head_dim = draw.choice([4, 8, 20])
+    experts = draw.choice([2, 3, 5])
+    of_experts = dict(n_experts=experts, top_k=draw.randint(2, experts), n_shared_experts=draw.randint(1, 3))
     return dataclasses.replace(
-        TINY,
+        TINY if seed % 2 else EXPERTS,
+        **({} if seed % 2 else of_experts),
         n_layers=draw.randint(1, 5),
         n_kv_heads=kv_heads,
         head_dim=draw.choice([4, 8, 12]),
@@ -89,12 +103,10 @@ def drawn(seed):
     )
 
 
-@pytest.mark.parametrize("seed", range(6))
+@pytest.mark.parametrize("seed", range(8))
 def test_drawn_sizes_compute_as_in_transformers(seed, monkeypatch):
     args = drawn(seed)
-    read = HF.config.args_from_config(HF.config_to_hf(args))
-    interval = min(args.global_interval, args.n_layers)  # a longer one makes the same layers
-    assert read == dataclasses.replace(args, global_interval=interval)
+    assert HF.config.args_from_config(HF.config_to_hf(args)) == args
     model = build(Gemma4, args, dtype=torch.float64)
     for block in model.layers.values():
         block.layer_scale.uniform_(0.5, 2.0)
@@ -114,10 +126,22 @@ def test_the_scales_of_layers_are_stored_and_count(tmp_path):
     assert torch.equal(other(tokens), model(tokens)) and not close(before, model(tokens), 1e-2)
 
 
+@torch.no_grad()
+def test_the_text_part_of_a_folder_with_experts_is_read(tmp_path):
+    text = HF.config_to_hf(EXPERTS) | {"pad_token_id": 0}  # in the place of images
+    reference = write_wrapper(tmp_path, "gemma4", text)
+    args = HF.config.args_from_folder(tmp_path)
+    model = Gemma4(args).eval()
+    HF.load_hf(tmp_path, model, args)
+    tokens = tokens_for(args).clamp(min=1)
+    assert close(model(tokens), reference(input_ids=tokens, use_cache=False).logits, 1e-5)
+
+
 @pytest.mark.parametrize(
     "change, message",
     [
-        ({"enable_moe_block": True}, "enable_moe_block = True, but this model only has False"),
+        ({"enable_moe_block": True}, "no whole number above 0 for num_experts, top_k_experts, moe_intermediate_size"),
+        ({"enable_moe_block": 1}, "enable_moe_block = 1; allowed: true or false"),
         ({"num_kv_shared_layers": 1}, "num_kv_shared_layers = 1, but this model only has 0"),
         ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input = 8, but this model only has 0"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'; allowed: null or 'vision'"),
@@ -147,6 +171,25 @@ def test_the_scales_of_layers_are_stored_and_count(tmp_path):
 )
 def test_other_configs_are_refused(change, message):
     refuse_config(TINY, HF, change, message)
+
+
+@pytest.mark.parametrize(
+    "change, message",
+    [
+        ({"intermediate_size": 40}, "intermediate_size = 40; allowed: a multiple of moe_intermediate_size = 16"),
+        ({"top_k_experts": 7}, "top_k = 7 with n_experts = 6"),
+        ({"num_experts": None}, "no whole number above 0 for num_experts"),
+    ],
+)
+def test_other_configs_of_experts_are_refused(change, message):
+    refuse_config(EXPERTS, HF, change, message)
+
+
+def test_routing_that_transformers_lacks_is_not_exported():
+    with pytest.raises(JobError, match="score = 'sigmoid': transformers' Gemma 4 only has 'softmax'"):
+        HF.config_to_hf(dataclasses.replace(EXPERTS, score="sigmoid"))
+    with pytest.raises(JobError, match="n_shared_experts = 0: must be at least 1"):
+        dataclasses.replace(EXPERTS, n_shared_experts=0)
 
 
 def test_heads_that_transformers_lacks_are_not_exported():

@@ -33,6 +33,7 @@ MODELS = {
     "gemma2, capped scores": (Gemma2, GATED["gemma2"]),
     "gemma3, windows in some layers": (Gemma3, GEMMA3["plain"]),
     "gemma4, heads of two widths": (Gemma4, GATED["gemma4"]),
+    "gemma4, experts": (Gemma4, GATED["gemma4 experts"]),
     "granite4, a state in most layers": (Granite4, GATED["granite4"]),
     "lfm2, convolutions in most layers": (Lfm2, GATED["lfm2"]),
     "nemotron_h, layers without attention": (NemotronH, GATED["nemotron_h dense"]),

@@ -321,7 +321,7 @@ def families_with_experts() -> list[Combination]:
         for adapter in ("none", "lora")
     ]
     rows += [Combination(ranks=8, dp_shard=8, model="mixtral")]
-    for model in ("glm4_moe_lite", "mistral4", "minimax_m2", "afmoe"):
+    for model in ("glm4_moe_lite", "mistral4", "minimax_m2", "afmoe", "gemma4_moe"):
         exact = dict(model=model, microbatch_size=1)
         rows += [Combination(**LAYOUTS["DDP 2"], **exact), Combination(**COMPOSED["PP 2"], **exact)]
         rows += [

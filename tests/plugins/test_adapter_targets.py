@@ -10,6 +10,7 @@ from transformers import (
     DeepseekV3Config,
     Gemma3Config,
     Gemma3TextConfig,
+    Gemma4TextConfig,
     GPT2Config,
     GptOssConfig,
     LlamaConfig,
@@ -54,6 +55,9 @@ MODELS = {
                                     moe_intermediate_size=32, shared_expert_intermediate_size=32,
                                     linear_num_key_heads=2, linear_num_value_heads=4, linear_key_head_dim=8,
                                     linear_value_head_dim=8, **SIZES),
+    "gemma4": Gemma4TextConfig(num_hidden_layers=2, head_dim=8, global_head_dim=8, hidden_size_per_layer_input=0,
+                               enable_moe_block=True, num_experts=4, top_k_experts=2, moe_intermediate_size=32,
+                               **SIZES),
 }  # fmt: skip
 TARGETS = [  # a model and its target modules
     ("llama", ["q_proj", "down_proj"]),
@@ -163,6 +167,7 @@ OF_EXPERTS = [  # a model, its target modules and its target parameters
     ("deepseek", r".*\.(o|gate|up|down)_proj", None),
     ("qwen3_5", ["q_proj", "gate_proj"], ["experts.down_proj"]),
     ("gpt_oss", ["q_proj"], ["experts.gate_up_proj"]),
+    ("gemma4", ["q_proj", "gate_proj"], ["experts.down_proj"]),
 ]
 
 

@@ -28,7 +28,8 @@ def build(family, args, seed=0, dtype=torch.float32):
     for name, tensor in model.state_dict(keep_vars=True).items():
         with torch.no_grad():
             # without rotation most of the attention gradients of biased values cancels: in float32 rounding is left
-            if "norm" in name or (name.endswith(("_bias", ".bias")) and model.kinds[0].rotary is not None):
+            is_scale = "norm" in name or "router.scale" in name
+            if is_scale or (name.endswith(("_bias", ".bias")) and model.kinds[0].rotary is not None):
                 tensor += 0.1 * torch.randn(tensor.shape, generator=generator)
             elif "router.gate" in name or "sinks" in name:  # far apart, so rounding does not change the chosen experts
                 tensor.copy_(torch.randn(tensor.shape, generator=generator))

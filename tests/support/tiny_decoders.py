@@ -12,7 +12,7 @@ from torchtitan.models.falcon_h1 import FalconH1Args
 from torchtitan.models.gemma import Gemma1Args
 from torchtitan.models.gemma2 import Gemma2Args
 from torchtitan.models.gemma3 import Gemma3Args
-from torchtitan.models.gemma4 import Gemma4Args
+from torchtitan.models.gemma4 import Gemma4Args, Gemma4MoEArgs
 from torchtitan.models.glm4 import Glm4Args
 from torchtitan.models.glm4_moe import Glm4MoEArgs
 from torchtitan.models.gpt2 import GPT2Args
@@ -270,11 +270,9 @@ _FACTORS: dict = dict(embedding_multiplier=3.0, head_multiplier=2.0, key_multipl
 _FACTORS |= dict(attention_out_multiplier=0.75, ssm_in_multiplier=2.5, ssm_out_multiplier=0.5, gate_multiplier=1.75)
 _FACTORS |= dict(down_multiplier=0.375, ssm_z_multiplier=1.25, ssm_x_multiplier=0.75, ssm_b_multiplier=1.5)
 _FACTORS |= dict(ssm_c_multiplier=0.625, ssm_dt_multiplier=2.0)
-_GEMMA4 = Gemma4Args(
-    **_GATED | dict(dim=64, n_layers=3, n_kv_heads=4),
-    **dict(rope_theta=5000.0, local_rope_theta=50.0, sliding_window=5, global_interval=2, logit_cap=3.0),
-    **dict(global_head_dim=16, global_kv_heads=2, global_rotary_dim=8, keys_are_values=True),
-)
+_GEMMA4_KINDS: dict = dict(rope_theta=5000.0, local_rope_theta=50.0, sliding_window=5, global_interval=2, logit_cap=3.0)
+_GEMMA4_KINDS |= dict(global_head_dim=16, global_kv_heads=2, global_rotary_dim=8, keys_are_values=True)
+_GEMMA4 = Gemma4Args(**_GATED | _GEMMA4_KINDS | dict(dim=64, n_layers=3, n_kv_heads=4))
 _FALCON_H1 = FalconH1Args(
     **_GATED,
     **_FACTORS,
@@ -369,6 +367,7 @@ GATED = {
     ),
     "gemma2": Gemma2Args(**_GATED | dict(dim=64, n_layers=3), sliding_window=5, query_scalar=24, **_CAPS),
     "gemma4": _GEMMA4,
+    "gemma4 experts": Gemma4MoEArgs(**_TINY_EXPERTS | _GEMMA4_KINDS | dict(dim=64, n_layers=3, n_kv_heads=4)),
     "gemma4 with values": replace(_GEMMA4, keys_are_values=False, global_kv_heads=4, logit_cap=0.0, n_layers=4),
     "gemma2 not capped, not tied": Gemma2Args(
         **_GATED | dict(dim=64),

@@ -1,4 +1,4 @@
-"""Gemma 4 for text, without experts and embeddings of layers: arguments, published sizes, and conversion from and to
+"""Gemma 4 for text, without embeddings of layers: arguments, published sizes, and conversion from and to
 config.json (Gemma4TextConfig, Gemma4UnifiedTextConfig).
 
 No torch here, so `torchtitan check` stays quick.
@@ -10,8 +10,9 @@ from typing import Any, ClassVar, NamedTuple
 
 from torchtitan.core.errors import JobError
 from torchtitan.models.family import ConfigConverter, Family
-from torchtitan.models.gemma import GELU, GemmaArgs
+from torchtitan.models.gemma import GELU
 from torchtitan.models.hf.config import (
+    check_numbers,
     check_supported,
     decoder_config,
     gated_sizes,
@@ -21,8 +22,11 @@ from torchtitan.models.hf.config import (
 )
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.hf.layer_kinds import FULL, SLIDING, every_nth, rope_of_kind
+from torchtitan.models.moe import PLAIN_SOFTMAX, GroupedMoEArgs, check_exported, number_of_shared_experts
 from torchtitan.models.sizes import (
     QK_NORMS,
+    GatedArgs,
+    GatedDecoderSizes,
     PartialRope,
     Rope,
     Sizes,
@@ -44,14 +48,17 @@ class AttentionSizes(NamedTuple):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Gemma4Args(GemmaArgs):
-    """Sizes of Gemma 4.
+class Gemma4Sizes(GatedDecoderSizes):
+    """Sizes of Gemma 4 with experts and without.
 
     The last of each `global_interval` layers, and the last of all, have no window; n_kv_heads and head_dim are those of
-    the others. `rope_theta` is that of the global layers.
+    the others. `rope_theta` is that of the global layers. An interval longer than the model is kept as n_layers.
     """
 
     vocab_size: int = 262144
+    head_dim: int = 256
+    norm_eps: float = 1e-6
+    tied_embeddings: bool = True
     rope_theta: float = 1000000.0
     local_rope_theta: float = 10000.0
     sliding_window: int = 1024  # number of tokens that a token of a layer with a window attends to, with itself
@@ -64,9 +71,9 @@ class Gemma4Args(GemmaArgs):
     max_seq_len: int = 131072
 
     may_be_zero: ClassVar = ("logit_cap",)
-    zero_centered: ClassVar = False
     norm_order: ClassVar = "sandwich"
     qk_norm: ClassVar = True
+    activation: ClassVar = "gelu_tanh"
 
     def __post_init__(self) -> None:
         check_positive(self, "sliding_window", "global_interval", "global_head_dim", "global_kv_heads")
@@ -85,6 +92,11 @@ class Gemma4Args(GemmaArgs):
                 f"global_kv_heads = {self.global_kv_heads} with n_heads = {self.n_heads}: every key/value head serves "
                 "the same number of query heads, so global_kv_heads must divide n_heads"
             )
+        object.__setattr__(self, "global_interval", min(self.global_interval, self.n_layers))
+
+    @property
+    def embedding_multiplier(self) -> float:
+        return float(self.dim**0.5)
 
     def is_global(self, layer: int) -> bool:
         return super().is_global(layer) or layer == self.n_layers - 1
@@ -113,31 +125,67 @@ class Gemma4Args(GemmaArgs):
         return super().other_sizes(layer) | dict.fromkeys(QK_NORMS, self.attention_sizes(layer).head_dim)
 
 
-_debug: dict[str, Any] = dict(dim=256, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=64, ffn_dim=768, vocab_size=2048)
+@dataclass(frozen=True, kw_only=True)
+class Gemma4Args(Gemma4Sizes, GatedArgs):
+    """Sizes of Gemma 4 without experts."""
+
+
+EXPERT_NORMS = ("moe.router.norm", "moe.norm", "moe.post_norm", "moe.shared_post_norm")
+SCALE = "moe.router.scale.weight"
+"""The factors of experts' weights."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Gemma4MoEArgs(Gemma4Sizes, GroupedMoEArgs):
+    """Sizes of Gemma 4 with experts in all layers, and a feed-forward beside them.
+
+    The router has a norm of its input, and each expert a factor of its weights. There are norms of the experts' input,
+    of their output, and of that of the feed-forward.
+    """
+
+    n_shared_experts: int = 3  # as one feed-forward
+    normalize_top_k: bool = True
+    may_be_zero: ClassVar = ("aux_loss_weight", "bias_rate", *Gemma4Sizes.may_be_zero)
+    gelu_experts: ClassVar = True
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check_positive(self, "n_shared_experts")
+
+    def other_sizes(self, layer: int) -> dict[str, int]:
+        norms = {f"{name}.weight": self.dim for name in EXPERT_NORMS}
+        return super().other_sizes(layer) | norms | {SCALE: self.n_experts}
+
+
+_debug: dict[str, Any] = dict(dim=256, n_layers=6, n_heads=4, n_kv_heads=2, head_dim=64, vocab_size=2048)
 _debug |= dict(sliding_window=64, global_interval=3, global_head_dim=128, global_kv_heads=1, global_rotary_dim=32)
+_large: dict[str, Any] = dict(logit_cap=30.0, keys_are_values=True, max_seq_len=262144)
 GEMMA4 = {
-    "debugmodel": Gemma4Args(**_debug, keys_are_values=True),
+    "debugmodel": Gemma4Args(**_debug, ffn_dim=768, keys_are_values=True),
+    "debugmodel_moe": Gemma4MoEArgs(**_debug, expert_dim=256, n_experts=8, top_k=2, keys_are_values=True),
+    "26B-A4B": Gemma4MoEArgs(
+        **_large | dict(dim=2816, n_layers=30, n_heads=16, n_kv_heads=8, global_kv_heads=2),
+        **dict(expert_dim=704, n_experts=128, top_k=8),
+    ),
     "31B": Gemma4Args(
-        **dict(dim=5376, n_layers=60, n_heads=32, n_kv_heads=16, global_kv_heads=4, ffn_dim=21504, logit_cap=30.0),
-        keys_are_values=True,
-        max_seq_len=262144,
+        **_large | dict(dim=5376, n_layers=60, n_heads=32, n_kv_heads=16, global_kv_heads=4, ffn_dim=21504)
     ),
 }
-EXPERTS = ("num_experts", "top_k_experts", "moe_intermediate_size")
-"""Keys without effect, as enable_moe_block is false."""
-ONLY: dict[str, Any] = {"hidden_activation": GELU, "attention_bias": False, "enable_moe_block": False}
+EXPERTS = {"n_experts": "num_experts", "top_k": "top_k_experts", "expert_dim": "moe_intermediate_size"}
+"""Sizes and their keys, which have no effect if enable_moe_block is false."""
+ONLY: dict[str, Any] = {"hidden_activation": GELU, "attention_bias": False}
 ONLY |= {"num_kv_shared_layers": 0, "hidden_size_per_layer_input": 0}
 """Keys of config.json with the one value that is here."""
 
 
-def _to_hf(args: Gemma4Args, dtype: Any = "float32") -> dict[str, Any]:
-    """Return the fields of transformers' Gemma4TextConfig. Raises JobError for key/value heads that it lacks."""
+def _to_hf(args: Gemma4Args | Gemma4MoEArgs, dtype: Any = "float32") -> dict[str, Any]:
+    """Return the fields of transformers' Gemma4TextConfig. Raises JobError for heads or routing that it lacks."""
     if not args.keys_are_values and args.global_kv_heads != args.n_kv_heads:
         raise JobError(
             f"global_kv_heads = {args.global_kv_heads}: without keys_are_values transformers' Gemma 4 only has "
             f"n_kv_heads = {args.n_kv_heads}"
         )
-    config = decoder_config(args, dtype)
+    config = decoder_config(args, dtype) | _widths(args)
     for key in ("hidden_act", "rope_theta"):
         del config[key]
     factor = args.global_rotary_dim / args.global_head_dim
@@ -148,7 +196,6 @@ def _to_hf(args: Gemma4Args, dtype: Any = "float32") -> dict[str, Any]:
         "model_type": "gemma4_text",
         "hidden_activation": GELU,
         "head_dim": args.head_dim,
-        "intermediate_size": args.ffn_dim,
         "num_key_value_heads": args.n_kv_heads,
         "global_head_dim": args.global_head_dim,
         "num_global_key_value_heads": args.global_kv_heads,
@@ -161,12 +208,21 @@ def _to_hf(args: Gemma4Args, dtype: Any = "float32") -> dict[str, Any]:
     }
 
 
+def _widths(args: Gemma4Args | Gemma4MoEArgs) -> dict[str, Any]:
+    """Return the fields of the feed-forward, and of experts if there are any."""
+    if isinstance(args, Gemma4Args):
+        return {"intermediate_size": args.ffn_dim, "enable_moe_block": False}
+    check_exported(args, {**PLAIN_SOFTMAX, "normalize_top_k": True}, "Gemma 4")
+    widths = {"intermediate_size": args.n_shared_experts * args.expert_dim, "enable_moe_block": True}
+    return widths | {key: getattr(args, name) for name, key in EXPERTS.items()}
+
+
 def _kinds(n_layers: int, interval: int) -> list[str]:
     """Return transformers' kind of each layer, of which the last one is always global."""
     return [*every_nth(n_layers, interval)[:-1], FULL]
 
 
-def _from_hf(config: Mapping[str, Any]) -> Gemma4Args:
+def _from_hf(config: Mapping[str, Any]) -> Gemma4Args | Gemma4MoEArgs:
     unified = config["model_type"] == "gemma4_unified_text"
     if not unified:
         config = {"hidden_size_per_layer_input": 256, **config}  # transformers' value of an absent key
@@ -183,7 +239,11 @@ def _from_hf(config: Mapping[str, Any]) -> Gemma4Args:
     if config.get("final_logit_softcapping") is not None and cap <= 0:
         raise JobError(f"final_logit_softcapping = {cap}; allowed: a number above 0, or null for no cap")
     interval = _interval(config, sizes["n_layers"])
-    return Gemma4Args(
+    args_type: type[Gemma4Args | Gemma4MoEArgs] = Gemma4Args
+    if read_flag(config, "enable_moe_block", False):
+        args_type = Gemma4MoEArgs
+        sizes |= _expert_sizes(config, sizes.pop("ffn_dim"))
+    return args_type(
         **sizes
         | {"n_kv_heads": kv_heads, "tied_embeddings": config.get("tie_word_embeddings", True)}
         | _global_sizes(config, kv_heads, _kinds(sizes["n_layers"], interval)),
@@ -192,6 +252,14 @@ def _from_hf(config: Mapping[str, Any]) -> Gemma4Args:
         global_interval=interval,
         logit_cap=cap,
     )
+
+
+def _expert_sizes(config: Mapping[str, Any], width: int) -> dict[str, int]:
+    """Return the sizes of experts beside a feed-forward of `width` features."""
+    check_numbers(config, EXPERTS.values())
+    sizes = {name: config[key] for name, key in EXPERTS.items()}
+    shared = number_of_shared_experts("intermediate_size", width, "moe_intermediate_size", sizes["expert_dim"])
+    return sizes | {"n_shared_experts": shared}
 
 
 def _interval(config: Mapping[str, Any], n_layers: int) -> int:
@@ -213,8 +281,9 @@ def _global_sizes(config: Mapping[str, Any], kv_heads: int, kinds: list[str]) ->
     shares = read_flag(config, "attention_k_eq_v", False)
     head_dim = read_number(config, "global_head_dim", 512)
     heads = read_number(config, "num_global_key_value_heads", kv_heads, null=kv_heads) if shares else kv_heads
-    by_layer, layers = config.get("per_layer_config"), [layer for layer, kind in enumerate(kinds) if kind == FULL]
-    if by_layer is not None:  # in files of transformers 5, which prefers it
+    layers = [layer for layer, kind in enumerate(kinds) if kind == FULL]
+    if "per_layer_config" in config:  # in files of transformers 5, which prefers it
+        by_layer = {} if config["per_layer_config"] is None else config["per_layer_config"]
         first = next(iter(by_layer.values()), {}) if isinstance(by_layer, Mapping) else None  # empty: all are alike
         is_known = isinstance(first, Mapping) and not first.keys() - {"head_dim", "num_key_value_heads"}
         if (
@@ -251,8 +320,12 @@ def _rope(config: Mapping[str, Any], kind: str, default: Mapping[str, Any]) -> d
 
 USED = DECODER_KEYS - {"hidden_act", "rope_scaling", "rope_theta"} | {*ONLY, "head_dim", "layer_types"}
 USED |= {"global_head_dim", "num_global_key_value_heads", "per_layer_config", "attention_k_eq_v", "sliding_window"}
-USED |= {"final_logit_softcapping", "use_bidirectional_attention"}
-KEYS = config_keys(USED, harmless=("vocab_size_per_layer_input", "use_double_wide_mlp", *EXPERTS))
+USED |= {"final_logit_softcapping", "use_bidirectional_attention", "enable_moe_block", *EXPERTS.values()}
+KEYS = config_keys(
+    USED,
+    harmless=("vocab_size_per_layer_input", "use_double_wide_mlp"),
+    defaults={"expert_intermediate_size": None},  # of the first files, for moe_intermediate_size
+)
 TYPES = ("gemma4_text", "gemma4_unified_text")
 CONFIG = ConfigConverter(model_types=TYPES, to_hf=_to_hf, from_hf=_from_hf, keys=KEYS)
 
