@@ -9,6 +9,7 @@ import numpy
 import pytest
 import torch
 
+from tests.support.hf_parity import peer_class
 from tests.support.jobs import arguments, train, write_texts
 from tests.support.pool import run_ranks
 from torchtitan import cli
@@ -82,7 +83,7 @@ def write_folder(folder, family, tokenizer="debug", dtype="float32"):
     model = ModelBuilder(job).meta_model().to_empty(device="cpu")
     initialize(model, 0, model.init_rule)
     for name, value in model.state_dict().items():
-        if name.endswith("bias"):
+        if name.endswith("bias") or "scale" in name:
             torch.nn.init.normal_(value)
     files = parts.hf_extra_files(job.model, job.tokenizer(), dtype)
     state = model.state_dict()
@@ -260,6 +261,7 @@ def test_tensors_and_numbers_of_further_families(tmp_path, family):
 
 NORMED = "dim=128, n_heads=4, n_kv_heads=2, ffn_dim=192, vocab_size=2400"
 HYBRID = "dim=128, n_heads=4, n_kv_heads=2, head_dim=32, vocab_size=2400"
+KINDS = ", sliding_window=16, global_interval=2, global_head_dim=64, global_kv_heads=1, global_rotary_dim=16"
 L0, L1 = "model.layers.0.", "model.layers.1."
 
 
@@ -370,6 +372,68 @@ RENUMBERED = {  # family -> sizes, llama.cpp's name, tensors from those of trans
         },
         {"attention.head_count_kv": [0, 2], "ssm.inner_size": 256, "rope.scaling.finetuned": True},
     ),
+    "minimax_m2": (
+        EXPERTS + ", rotary_dim=16",
+        "minimax-m2",
+        {
+            "blk.1.ffn_up_exps": half_of(L1 + "mlp.experts.gate_up_proj", 1),
+            "blk.1.exp_probs_b.bias": lambda of: of[L1 + "mlp.e_score_correction_bias"],
+        },
+        {"expert_gating_func": 2, "expert_feed_forward_length": 64, "rope.dimension_count": 16},
+    ),
+    "afmoe": (
+        EXPERTS + ", ffn_dim=192, n_dense_layers=1, sliding_window=16, scaled_embeddings=true, route_scale=1.5",
+        "afmoe",
+        {
+            "blk.1.attn_gate": lambda of: of[L1 + "self_attn.gate_proj.weight"],
+            "blk.1.exp_probs_b.bias": lambda of: of[L1 + "mlp.expert_bias"],
+        },
+        {"expert_weights_norm": True, "expert_weights_scale": 1.5, "attention.sliding_window": 16}
+        | {"leading_dense_block_count": 1, "expert_shared_count": 1, "expert_gating_func": 2},
+    ),
+    "llama4": (
+        EXPERTS + ", ffn_dim=192, moe_interval=2, chunk_size=8192",
+        "llama4",
+        {
+            "blk.0.ffn_gate": lambda of: of[L0 + "feed_forward.gate_proj.weight"],
+            "blk.1.ffn_up_exps": lambda of: of[L1 + "feed_forward.experts.gate_up_proj"].mT.chunk(2, dim=1)[1],
+            "blk.1.ffn_down_exps": lambda of: of[L1 + "feed_forward.experts.down_proj"].mT,
+        },
+        {"feed_forward_length": 192, "expert_feed_forward_length": 64, "interleave_moe_layer_step": 2},
+    ),
+    "mistral4": (
+        "dim=128, n_heads=4, vocab_size=2400, q_lora_rank=48, kv_lora_rank=32, qk_nope_head_dim=32, "
+        "qk_rope_head_dim=16, v_head_dim=24, ffn_dim=192, expert_dim=64, n_experts=12, top_k=2",
+        "mistral4",
+        {
+            "blk.1.attn_k_b": lambda of: of[L1 + "self_attn.kv_b_proj.weight"].unflatten(0, (4, -1))[:, :32].mT,
+            "blk.1.ffn_gate_up_exps": lambda of: of[L1 + "mlp.experts.gate_up_proj"],
+        },
+        {"attention.temperature_scale": 0.1, "attention.temperature_length": 8192, "expert_gating_func": 1},
+    ),
+    "gemma4": (
+        DENSE + KINDS,
+        "gemma4",
+        {
+            "blk.1.layer_output_scale": lambda of: of[L1 + "layer_scalar"],
+            "rope_freqs": lambda of: torch.tensor([1.0] * 8 + [1e30] * 24),
+        },
+        {"attention.head_count_kv": [2, 1], "attention.sliding_window_pattern": [True, False]}
+        | {"attention.key_length": 64, "attention.key_length_swa": 32, "rope.freq_base_swa": 1e4}
+        | {"rope.dimension_count": 64, "rope.dimension_count_swa": 32, "final_logit_softcapping": 0.0},
+    ),
+    "gemma4:debugmodel_moe": (
+        EXPERTS + KINDS + ", logit_cap=20.0",
+        "gemma4",
+        {
+            "blk.1.ffn_gate_up_exps": lambda of: of[L1 + "experts.gate_up_proj"],
+            "blk.1.ffn_gate_inp.scale": lambda of: of[L1 + "router.scale"],
+            "blk.1.ffn_down_exps.scale": lambda of: of[L1 + "router.per_expert_scale"],
+            "blk.1.pre_ffw_norm_2": lambda of: of[L1 + "pre_feedforward_layernorm_2.weight"],
+        },
+        {"expert_count": 12, "expert_feed_forward_length": 64, "feed_forward_length": 192}
+        | {"final_logit_softcapping": 20.0},
+    ),
     "granite4:micro": (
         DENSE,
         "granite",
@@ -392,17 +456,14 @@ SIZES |= {family: sizes for family, (sizes, *_) in RENUMBERED.items()}
 @pytest.mark.parametrize("family", RENUMBERED)
 def test_tensors_of_families_with_their_own_names(tmp_path, family):
     """Log-probabilities were compared with llama.cpp's by hand (docs/checkpoints.md)."""
-    from transformers import AutoModelForCausalLM
-
     _, architecture, expected, numbers = RENUMBERED[family]
     job, _, files = write_folder(tmp_path / "hf", family)
     GGUFExport(files, job.tokenizer()).write(tmp_path / "hf", tmp_path / "gguf", "a model")
     tensors, fields = read_file(tmp_path / "gguf" / "model.gguf")
-    reference = AutoModelForCausalLM.from_pretrained(tmp_path / "hf", dtype=torch.float32).state_dict()
+    model = peer_class(json.loads(files["config.json"])).from_pretrained(tmp_path / "hf", dtype=torch.float32)
     for name, of_reference in expected.items():
-        numpy.testing.assert_array_equal(
-            tensors[f"{name}.weight" if "ssm_a" not in name else name].data, of_reference(reference)
-        )
+        tensor = tensors[name if name in tensors else f"{name}.weight"]
+        numpy.testing.assert_array_equal(tensor.data, of_reference(model.state_dict()), err_msg=name)
     assert fields["general.architecture"] == architecture
     for name, number in numbers.items():
         assert fields[f"{architecture}.{name}"] == pytest.approx(number), name
@@ -647,6 +708,13 @@ def test_models_that_llama_cpp_computes_differently_are_refused_before_anything_
         ("gpt_neox", {"attention_bias": False}, "attention_bias = False; allowed: True"),
         ("falcon", {"bias": True}, "bias = True; allowed: False"),
         ("cohere2", {"layer_types": ["full_attention"] * 2}, "allowed: ['sliding_attention', 'sliding_attention']"),
+        ("afmoe", {"mup_enabled": False}, "mup_enabled = False; allowed: True"),
+        ("afmoe", {"layer_types": ["full_attention"] * 2}, "allowed: ['sliding_attention', 'sliding_attention']"),
+        ("llama4", {"attention_chunk_size": 128}, "attention_chunk_size = 128; allowed: 8192"),
+        ("llama4", {"use_qk_norm": False}, "use_qk_norm = False; allowed: True"),
+        ("llama4", {"num_local_experts": 128}, "use_qk_norm = True; allowed: False"),
+        ("llama4", {"no_rope_layers": [0, 1]}, "no_rope_layers = [0, 1]; allowed: [1, 1]"),
+        ("mistral4", {"q_lora_rank": None, "num_hidden_layers": 27}, "q_lora_rank = null; allowed: a number"),
         ("lfm2_moe", {"routed_scaling_factor": 2.0}, "routed_scaling_factor = 2.0; allowed: 1.0"),
         ("granite4", {"mamba_proj_bias": True}, "mamba_proj_bias = True; allowed: False"),
         (
@@ -656,7 +724,8 @@ def test_models_that_llama_cpp_computes_differently_are_refused_before_anything_
         ),
         *(
             (family, {"tie_word_embeddings": True}, "tie_word_embeddings = True; allowed: False")
-            for family in ("gpt_neox", "gpt_oss", "nemotron", "olmo2", "olmo3", "phi", "qwen2_moe", "stablelm")
+            for family in ("gpt_neox", "gpt_oss", "minimax_m2", "nemotron", "olmo2")
+            + ("olmo3", "phi", "qwen2_moe", "stablelm")
         ),
     ):
         if family not in of_families:

@@ -7,20 +7,24 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from torchtitan.models.hf.layer_kinds import FULL, every_nth
+from torchtitan.models.hf.layer_kinds import FULL, SLIDING, every_nth
 from torchtitan.plugins.gguf.layouts import (
     Layout,
     adjacent_pairs,
+    afmoe,
     centered_norms,
     delta_net,
     falcon_h1,
+    gemma4,
     gpt2,
     gpt_oss,
     granite_hybrid,
     joint_by_head,
     latent,
+    llama4,
     plain,
     short_convolution,
+    stacked_latent,
     stacked_norms,
 )
 
@@ -100,16 +104,17 @@ def _only_deepseek(config: Config) -> Config:
     Its YaRN has one factor, and was not the same with equal betas (Kimi K2).
     """
     only: dict[str, Any] = {} if config["q_lora_rank"] else {"num_hidden_layers": 27}
-    if rope := config.get("rope_scaling"):
-        fast = 32.0 if rope["beta_fast"] == rope["beta_slow"] else rope["beta_fast"]
-        only["rope_scaling"] = rope | {"mscale": rope["mscale_all_dim"], "beta_fast": fast}
+    for key in ("rope_scaling", "rope_parameters"):
+        if rope := config.get(key):
+            fast = 32.0 if rope["beta_fast"] == rope["beta_slow"] else rope["beta_fast"]
+            only[key] = rope | {"mscale": rope["mscale_all_dim"], "beta_fast": fast}
     only["num_nextn_predict_layers"] = 0
     return only | ({"n_group": 1} if config["model_type"] == "deepseek_v2" else {})
 
 
 def _deepseek(config: Config) -> Config:
     """Return the sizes of keys, which are computed from one latent vector for all heads, and YaRN's factor."""
-    rope = config.get("rope_scaling") or {}
+    rope = config.get("rope_scaling") or config.get("rope_parameters") or {}
     rotary = config["qk_rope_head_dim"]
     fields = {"head_count_kv": 1, "key_length": config["kv_lora_rank"] + rotary}
     fields["key_length_mla"] = config["qk_nope_head_dim"] + rotary
@@ -168,10 +173,57 @@ def _key_heads(config: Config) -> Config:
     return {"head_count_kv": [config["num_key_value_heads"] * attention for attention in attends]}
 
 
-def _lfm2_moe(config: Config) -> Config:
+def _sigmoid(config: Config) -> Config:
     import gguf
 
-    return _key_heads(config) | {"expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
+    return {"expert_gating_func": gguf.ExpertGatingFuncType.SIGMOID}
+
+
+def _lfm2_moe(config: Config) -> Config:
+    return _key_heads(config) | _sigmoid(config)
+
+
+def _afmoe(config: Config) -> Config:
+    return {"layer_types": every_nth(config["num_hidden_layers"], 4)}
+
+
+_LLAMA4: dict[str, Any] = {"attention_bias": False, "attn_temperature_tuning": True, "attn_scale": 0.1}
+_LLAMA4 |= {"floor_scale": 8192, "attention_chunk_size": 8192}
+
+
+def _llama4(config: Config) -> Config:
+    positions = every_nth(config["num_hidden_layers"], 4, 0, 1)
+    return {"no_rope_layers": positions, "use_qk_norm": config["num_local_experts"] != 128}
+
+
+def _gemma4(config: Config) -> Config:
+    """Return the sizes and positions of the layers with a window, and of those without, and of experts."""
+    windows = [kind == SLIDING for kind in config["layer_types"]]
+    wide, narrow = config["global_head_dim"], config["head_dim"]
+    heads = {True: config["num_key_value_heads"], False: config["num_global_key_value_heads"]}
+    fields: dict[str, Any] = {"sliding_window_pattern": windows, "head_count_kv": [heads[window] for window in windows]}
+    fields |= dict.fromkeys(("key_length", "value_length", "rope_dimension_count"), wide)
+    fields |= dict.fromkeys(("key_length_swa", "value_length_swa", "rope_dimension_count_swa"), narrow)
+    fields |= {"rope_freq_base_swa": config["rope_parameters"][SLIDING]["rope_theta"]}
+    fields |= {"embedding_length_per_layer_input": 0, "shared_kv_layers": 0}
+    fields |= {"final_logit_softcapping": config["final_logit_softcapping"] or 0.0}  # without one it is 30
+    names = _EXPERT_WIDTH | {"expert_count": "num_experts", "expert_used_count": "top_k_experts"}
+    return fields | ({name: config[key] for name, key in names.items()} if config["enable_moe_block"] else {})
+
+
+def _mistral4(config: Config) -> Config:
+    """Return the growth of queries and the kind of scores too."""
+    import gguf
+
+    rope = config["rope_parameters"]
+    fields = {"attn_temperature_scale": rope["llama_4_scaling_beta"]}
+    fields |= {"attn_temperature_length": rope["original_max_position_embeddings"]}
+    return _deepseek(config) | fields | {"expert_gating_func": gguf.ExpertGatingFuncType.SOFTMAX}
+
+
+_MINIMAX = _GPT_OSS | {"rope_dimension_count": "rotary_dim"}
+_AFMOE = _EXPERTS | _EXPERT_WIDTH | {"expert_shared_count": "num_shared_experts"}
+_AFMOE |= {"leading_dense_block_count": "num_dense_layers", "expert_weights_scale": "route_scale"}
 
 
 def _granite4(config: Config) -> Config:
@@ -310,6 +362,34 @@ ARCHITECTURES = {
         fields_of=_granite_hybrid,
     ),
     "hunyuan_v1_dense": Architecture("hunyuan-dense", only=_NO_BIASES, scalings=("ntk",)),
+    "minimax_m2": Architecture("minimax-m2", only=_UNTIED, fields=_MINIMAX, fields_of=_sigmoid),
+    "afmoe": Architecture(
+        "afmoe",
+        parts=afmoe,
+        only={"attention_bias": False, "mup_enabled": True},
+        only_by=_afmoe,
+        fields=_AFMOE,
+        fields_of=lambda config: {"expert_weights_norm": True},
+        window="field",
+    ),
+    "llama4_text": Architecture(
+        "llama4",
+        parts=llama4,
+        only=_LLAMA4,
+        only_by=_llama4,
+        fields=_GPT_OSS | {"interleave_moe_layer_step": "interleave_moe_layer_step"},
+        scalings=("llama3",),
+        fields_of=lambda config: {"feed_forward_length": config["intermediate_size_mlp"]},
+    ),
+    "mistral4": Architecture(
+        "mistral4",
+        parts=stacked_latent,
+        only_by=_only_deepseek,
+        fields=_LATENT | {"q_lora_rank": "q_lora_rank"},
+        fields_of=_mistral4,
+        scalings=("yarn",),
+    ),
+    "gemma4_text": Architecture("gemma4", parts=gemma4, fields_of=_gemma4, window="field"),
 }
 """By model_type of config.json."""
 

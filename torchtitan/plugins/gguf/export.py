@@ -39,6 +39,8 @@ TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
 ROUNDED = "not the same: llama.cpp blends YaRN's wavelengths between whole features (0.009 in log-probabilities)"
 GROWTH = "llama_4_scaling_beta"
+PROPORTIONAL, UNROTATED = "proportional", 1e30
+"""A kind of rotary positions with frequencies for all features of a head, and a factor that leaves no angle."""
 _EXPERT = re.compile(r"(.*\.(?:experts|norms))\.(\d+)\.(.*)")
 FLOAT32 = ("_inp", "_norm", "conv1d", "shortconv.conv", "ssm_a", "ssm_d", "position_embd")
 """Parts of the names of matrices that llama.cpp expects in float32, as vectors and biases are."""
@@ -86,10 +88,13 @@ class GGUFExport:
         rotary, self.rotary_factor = split_partial_rotary(config, 1.0)
         rotary, alpha = split_alpha(rotary) if "ntk" in architecture.scalings else (rotary, None)
         tables = config.get("rope_parameters") or {}
-        if FULL in tables:  # OLMo 3 has one for each kind of layers
+        if FULL in tables:  # OLMo 3 and Gemma 4 have one for each kind of layers
             rotary["rope_parameters"] = tables[FULL]
+            if tables[FULL]["rope_type"] == PROPORTIONAL:  # by factors of the frequencies
+                rotary["rope_parameters"] = {"rope_type": "default", "rope_theta": tables[FULL]["rope_theta"]}
         elif GROWTH in tables:  # of queries, not of angles
-            rotary["rope_parameters"] = {key: value for key, value in tables.items() if key != GROWTH}
+            not_of_angles = (GROWTH, "partial_rotary_factor")
+            rotary["rope_parameters"] = {key: value for key, value in tables.items() if key not in not_of_angles}
         table = tables or config.get("rope_scaling") or {}
         kind = table.get("rope_type", table.get("type"))
         if kind != "longrope":  # whose keys rope_config does not know
@@ -176,7 +181,7 @@ class GGUFExport:
         entries = []
         for name, stacked in sources.items():
             for part, convert in self.architecture.parts(name, self.config):
-                target = name_map.get_name(part, try_suffixes=(".weight", ".bias"))
+                target = name_map.get_name(part, try_suffixes=(".weight", ".bias", ".scale"))
                 if target is None:
                     raise JobError(
                         f"--format gguf: the tensor {name} has no name in llama.cpp's {self.architecture.name}"
@@ -199,10 +204,9 @@ class GGUFExport:
             files = {file: stack.enter_context(safe_open(folder / file, "pt")) for file in sorted({*names.values()})}
             stack.callback(writer.close)
             tensors: list[Callable[[], torch.Tensor]] = []
-            if self.scaling is not None and self.scaling.kind == "llama3":
-                factors = self._rope_factors()
+            if (factors := self._rope_factors()) is not None:
                 _add(writer, "rope_freqs.weight", list(factors.shape), "F32")
-                tensors.append(lambda: factors)
+                tensors.append(partial(torch.clone, factors))
             file_type = "F32"
             for entry in self.entries(names):
                 stored = [files[names[source]].get_slice(source) for source in entry.sources]
@@ -231,8 +235,15 @@ class GGUFExport:
         rounded = [ROUNDED] * (self.scaling is not None and not self.scaling.truncate)
         return [*rounded, f"serve it: llama-server -m {file}", f"or: {create}"]
 
-    def _rope_factors(self) -> torch.Tensor:
-        """Return what llama.cpp divides the frequencies by, [head_dim / 2]."""
+    def _rope_factors(self) -> torch.Tensor | None:
+        """Return what llama.cpp divides the frequencies by, [head_dim / 2]; None for nothing."""
+        table = (self.config.get("rope_parameters") or {}).get(FULL) or {}
+        if table.get("rope_type") == PROPORTIONAL:
+            width = self.fields["key_length"]
+            rotated = int(table["partial_rotary_factor"] * width // 2)  # rounded as in transformers
+            return torch.tensor([1.0] * rotated + [UNROTATED] * (width // 2 - rotated))
+        if self.scaling is None or self.scaling.kind != "llama3":
+            return None
         theta = self.fields["rope_freq_base"]
         plain, scaled = (frequencies(self.head_dim, theta, kind, torch.device("cpu")) for kind in (None, self.scaling))
         return plain / scaled

@@ -73,6 +73,11 @@ def latent(name: str, config: Mapping[str, Any]) -> list[tuple[str, Convert]]:
     ]
 
 
+def stacked_latent(name: str, config: Mapping[str, Any]) -> list[tuple[str, Convert]]:
+    """Mistral 4 has DeepSeek's attention, and experts in stacks, [experts, out, in]."""
+    return latent(f"{name}.weight" if ".experts." in name else name, config)
+
+
 def delta_net(name: str, config: Mapping[str, Any]) -> list[tuple[str, Convert]]:
     """The gated delta rule of Qwen 3-Next and 3.5, whose norms in front of layers are centered.
 
@@ -179,6 +184,29 @@ def short_convolution(name: str, config: Mapping[str, Any]) -> list[tuple[str, C
     for ours, part in (("w1", "gate"), ("w2", "down"), ("w3", "up")):
         name = name.replace(f".experts.{ours}", f".experts.{part}_proj")
     return [(name.replace("expert_bias", "expert_bias.bias"), _same)]
+
+
+def afmoe(name: str, config: Mapping[str, Any]) -> list[tuple[str, Convert]]:
+    return [(name.replace("expert_bias", "expert_bias.bias"), _same)]
+
+
+def llama4(name: str, config: Mapping[str, Any]) -> list[tuple[str, Convert]]:
+    """Stacks of experts are [experts, in, out], and have all gates before what they multiply."""
+    if name.endswith("experts.gate_up_proj"):
+        parts = enumerate(("gate", "up"))
+        return [(name.replace("gate_up", part) + ".weight", partial(_half, place=place)) for place, part in parts]
+    return [(name + ".weight", lambda stack: stack.mT)] if name.endswith("experts.down_proj") else [(name, _same)]
+
+
+def _half(stack: torch.Tensor, place: int) -> torch.Tensor:
+    return _chunk(stack.mT, 2, place)
+
+
+def gemma4(name: str, config: Mapping[str, Any]) -> list[tuple[str, Convert]]:
+    """Factors of layers, of the router's input and of experts have other names."""
+    scales = {"router.per_expert_scale": "experts.down_proj.scale", "router.scale": "router.proj.scale"}
+    name = next((name.replace(*scale) for scale in scales.items() if name.endswith(scale[0])), name)
+    return [(name if name.endswith((".weight", ".scale")) else f"{name}.weight", _same)]
 
 
 def granite_hybrid(name: str, config: Mapping[str, Any]) -> list[tuple[str, Convert]]:
