@@ -5,17 +5,20 @@ folder and peft's model.
 """
 
 import json
+import shutil
 
 import pytest
 import torch
 import torch.nn.functional as F
 from peft import LoraConfig, get_peft_model
+from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from tests.support import jobs
 from tests.support.chat_templates import LLAMA3, folder_with, messages
 from tests.support.pool import run_ranks
 from torchtitan import cli
+from torchtitan.models.hf.config import SINGLE
 
 STEPS, ROWS, LR, DECAY, CLIP, BETA = 5, 6, 3e-2, 0.1, 0.5, 0.3
 QUESTIONS = ["Hi", "What is two and two?", "And now, after all of that?", "Why", "for x in range(10):", "Who are you?"]
@@ -140,3 +143,32 @@ def test_dpo_equals_the_published_formula(home, tmp_path):
     assert losses[-1] < 0.5 * losses[0]
     assert [step["loss"] for step in steps] == pytest.approx(losses, rel=1e-6, abs=1e-6)
     assert [step["grad_norm"] for step in steps] == pytest.approx(norms, rel=1e-4)
+
+
+FLOAT8 = {"quant_method": "fp8", "activation_scheme": "static", "weight_block_size": None}
+
+
+def test_a_packed_base_is_trained_as_the_numbers_that_it_stands_for(home, tmp_path):
+    """Losses, gradients and the export of LoRA on linears in float8 equal those on a plain folder of their numbers."""
+    tensors = load_file(home / "base" / SINGLE)
+    packed, plain = dict(tensors), dict(tensors)
+    for name, weight in tensors.items():
+        if "proj" in name:
+            scale = weight.abs().max() / 448
+            packed |= {name: (weight / scale).to(torch.float8_e4m3fn), f"{name}_scale_inv": scale}
+            plain[name] = packed[name].float() * scale
+    config, results = json.loads((home / "base" / "config.json").read_text()), []
+    for kind, content, change in (("plain", plain, {}), ("packed", packed, {"quantization_config": FLOAT8})):
+        base = tmp_path / kind
+        shutil.copytree(home / "base", base)
+        save_file(content, base / SINGLE, metadata={"format": "pt"})
+        (base / "config.json").write_text(json.dumps(config | change))
+        run, options = tmp_path / f"{kind}_run", dict(task__kind="sft", training__seq_len=384, **BATCHINGS["one pack"])
+        options |= dict(model__hf_folder=base, checkpoint__initial_load_path=base)
+        steps = train_here(home, run, "talks.jsonl", **options)
+        assert cli.main(["export", str(run), "--merge", "--dtype=float32", f"--to={tmp_path / 'out' / kind}"]) == 0
+        (file,) = (tmp_path / "out" / kind).glob("*.safetensors")
+        results.append(([(step["loss"], step["grad_norm"]) for step in steps], load_file(file)))
+    (steps, merged), (steps_of_packed, merged_of_packed) = results
+    assert steps == steps_of_packed
+    assert all(torch.equal(merged[name], merged_of_packed[name]) for name in merged | merged_of_packed)

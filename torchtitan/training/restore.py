@@ -23,6 +23,8 @@ from torchtitan.guards.stop_conditions import ValidationResults
 from torchtitan.job import ResolvedJob
 from torchtitan.lr_scheduling import LRSchedulers
 from torchtitan.metrics.goodput import Goodput
+from torchtitan.models.hf.config import find_text_config
+from torchtitan.models.hf.quantization import read_quantization
 from torchtitan.parallelisms.parallel_model import ParallelModel, StatefulAdapter
 from torchtitan.process import distributed
 from torchtitan.process.ranks import Ranks
@@ -194,7 +196,9 @@ class Restorer:
                 )
             checkpointer.refuse_not_finite(Path(path))
             owner = {"hf": "Hugging Face", "torchtitan": "PyTorch's torchtitan"}[kind]
-            logger.info("started from weights of %s in %s", owner, location)
+            packed = read_quantization(find_text_config(location) or {}) if kind == "hf" else None
+            unpacked = f", dequantized from {packed.method}" if packed else ""
+            logger.info("started from weights of %s in %s%s", owner, location, unpacked)
             if options.initial_load_counters and (counters := counters_of(kind, location)):
                 checkpointer.hooks.load_state(counters._asdict() | {SCHEDULE_START: counters.step}, [])
         if adapter is not None and not checkpointer.loaded_adapter:
