@@ -175,7 +175,6 @@ SHAPE = (ARGS.dim, ARGS.ffn_dim)
         ({STATE: state_of(SHAPE, 12)}, "blocksize = 12"),
         ({STATE: state_of(SHAPE, 64, nested_blocksize=-1)}, "nested_blocksize = -1"),
         ({STATE: state_of(SHAPE, 64, nested_blocksize=256, nested_offset="x")}, "nested_offset = 'x'"),
-        ({STATE: state_of(SHAPE, 64, torch.int8)}, "dtype = 'int8'"),
         ({STATE: state_of(SHAPE, 64, packing="rows")}, "a key that this program does not know.*packing = 'rows'"),
         ({f"{NAME}.more": torch.ones(1)}, f"{NAME}.more is not part of the model"),
     ],

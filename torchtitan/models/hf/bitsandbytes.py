@@ -20,14 +20,14 @@ import torch.nn.functional as F
 
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import DeclaredKeys
-from torchtitan.models.hf.packed import READABLE_DTYPES, PackedFormat, TensorFiles
+from torchtitan.models.hf.packed import PackedFormat, TensorFiles
 
 STATES = tuple(f".quant_state.bitsandbytes__{kind}" for kind in ("nf4", "fp4"))
 PARTS = (".absmax", ".quant_map", ".nested_absmax", ".nested_quant_map", *STATES)
 """Ends of the names of the tensors that belong to 4 bits."""
 STATE_KEYS = DeclaredKeys(
-    used=frozenset(("quant_type", "blocksize", "dtype", "shape", "nested_blocksize", "nested_offset")),
-    harmless=frozenset(("nested_dtype",)),
+    used=frozenset(("quant_type", "blocksize", "shape", "nested_blocksize", "nested_offset")),
+    harmless=frozenset(("dtype", "nested_dtype")),
 )
 MOST_STATE_BYTES = 4096
 STORAGE = {"U8": 1, "F16": 2, "BF16": 2, "F32": 4}
@@ -45,7 +45,6 @@ class PackedState:
 
     shape: tuple[int, ...]
     block: int
-    dtype: torch.dtype
     nested_block: int = 0
     nested_offset: float = 0.0
 
@@ -60,14 +59,13 @@ class PackedState:
         except JobError as error:
             raise ValueError(str(error)) from None
         shape, block, nested = state.get("shape"), state.get("blocksize"), state.get("nested_blocksize", 0)
-        dtype = {str(dtype).removeprefix("torch."): dtype for dtype in READABLE_DTYPES.values()}.get(state.get("dtype"))
         offset = state.get("nested_offset", 0.0)
         sizes = [*shape, block, nested] if isinstance(shape, list) else [None]
         if any(type(size) is not int or size < 0 for size in sizes) or block < 8 or block % 8:
             raise ValueError(f"shape = {shape!r}, blocksize = {block!r}, nested_blocksize = {nested!r}")
-        if dtype is None or type(offset) not in (int, float) or not math.isfinite(offset):
-            raise ValueError(f"dtype = {state.get('dtype')!r}, nested_offset = {offset!r}")
-        return cls(tuple(shape), block, dtype, nested, float(offset))
+        if type(offset) not in (int, float) or not math.isfinite(offset):
+            raise ValueError(f"nested_offset = {offset!r}")
+        return cls(tuple(shape), block, nested, float(offset))
 
 
 @dataclass(frozen=True)
@@ -80,10 +78,7 @@ class FourBits:
     levels: torch.Tensor
     nested_scales: torch.Tensor
     nested_levels: torch.Tensor
-
-    @property
-    def dtype(self) -> torch.dtype:
-        return self.state.dtype
+    dtype: torch.dtype = torch.float32
 
     def __getitem__(self, spans: tuple[slice, slice]) -> torch.Tensor:
         """Return a slice [rows, columns] in float32."""
@@ -114,7 +109,7 @@ class EightBits:
 
     codes: Any  # both as returned by safetensors' get_slice
     scales: Any
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.float32
 
     def __getitem__(self, spans: tuple[slice, slice]) -> torch.Tensor:
         """Return a slice [rows, columns] in float32."""

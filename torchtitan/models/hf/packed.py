@@ -29,7 +29,7 @@ class PackedWeight(Protocol):
     """A weight of the model's shape; slicing reads and dequantizes only the slice, in float32."""
 
     dtype: torch.dtype
-    """The type of the weight before it was packed, which its numbers are rounded to."""
+    """The smallest type that holds the numbers exactly. What reads them whole, as a merge, has those of training."""
 
     def __getitem__(self, spans: Any) -> torch.Tensor: ...
 

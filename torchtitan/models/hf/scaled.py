@@ -66,7 +66,7 @@ class Dequantized:
     block: BlockSize
     factor: float | torch.Tensor = 1.0
     divisor: float | torch.Tensor = 1.0
-    dtype: torch.dtype = torch.bfloat16
+    dtype: torch.dtype = torch.float32
 
     def __getitem__(self, spans: tuple[slice, slice]) -> torch.Tensor:
         """Return a slice [rows, columns] in float32."""
