@@ -77,9 +77,10 @@ class Experts(nn.Module):
 
     def __init__(self, dim: int, hidden_dim: int, n_experts: int, biases: bool = False, gated: nn.Module | None = None):
         super().__init__()
+        self.matrix_names = ("w1", "w2") if isinstance(gated, SquaredReLU) else ("w1", "w2", "w3")
         for name in ("w1", "w2", "w3"):
             inputs, outputs = (hidden_dim, dim) if name == "w2" else (dim, hidden_dim)
-            exists = name != "w3" or not isinstance(gated, SquaredReLU)
+            exists = name in self.matrix_names
             self.register_parameter(name, nn.Parameter(torch.empty(n_experts, inputs, outputs)) if exists else None)
             has_bias = biases and exists
             self.register_parameter(f"{name}_bias", nn.Parameter(torch.empty(n_experts, outputs)) if has_bias else None)
@@ -94,7 +95,7 @@ class Experts(nn.Module):
             y, bias = self.product(self, name, x, ends, shared), getattr(self, f"{name}_bias")
             return y if bias is None else _AddBias.apply(y, bias.to(y.dtype), ends)
 
-        inner = [product(name, xs) for name in ("w1", "w3") if getattr(self, name) is not None]
+        inner = [product(name, xs) for name in ("w1", "w3") if name in self.matrix_names]
         return product("w2", self.gated(*inner))
 
     @staticmethod  # `experts` may be a stand-in with a rank's weights; the compiler cannot bind methods to it
