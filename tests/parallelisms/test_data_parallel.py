@@ -29,6 +29,14 @@ PASSES = {"FSDP 2": dict(dp_shard=2), "DDP 2": dict(dp_replicate=2)}
 """The second reduces gradients once, after the last microbatch."""
 
 
+@pytest.mark.parametrize("shape, sharded", [((8, 6, 16), 0), ((3, 8, 16), 1), ((3, 6, 16), 0)], ids=str)
+def test_parts_of_a_quantized_stack_are_sharded_alike(shape, sharded):
+    """Codes, scales and numbers of rows differ in the last dimension, which FSDP could shard if all weights were."""
+    parts = [nn.Parameter(torch.empty(*shape[:2], last, dtype=torch.uint8), False) for last in (shape[2], 8, 1)]
+    assert [data_parallel._shard_experts(8, part).dim for part in parts] == [sharded] * 3
+    assert data_parallel._shard_experts(8, nn.Parameter(torch.empty(3, 6, 16))).dim == 2
+
+
 def accumulation_errors(where):
     """Return relative errors of a step's gradient sum and of a sum in bfloat16.
 

@@ -845,7 +845,21 @@ def quantized_bases() -> list[Combination]:
     rows += [Combination(**COMPOSED["PP 2"], **eight, schedule="ZBVZeroBubble")]
     rows += [Combination(**COMPOSED["TP 2"], **eight, model="deepseek", recompute="op")]
     rows += [Combination(**LAYOUTS["FSDP 2"], adapter="lora_int8", precision="bfloat16", compile="block")]
-    return rows + quantized_bases_with_options()
+    return rows + quantized_bases_with_options() + quantized_experts()
+
+
+def quantized_experts() -> list[Combination]:
+    """Rows with quantized stacks of experts, of which FSDP shards experts, or outputs if there are few."""
+    four, eight = (dict(adapter=kind, microbatch_size=1) for kind in ("qlora, experts", "lora_int8, all experts"))
+    rows = [Combination(**EXPERT_LAYOUTS[name], **four, model="qwen3_moe") for name in ("FSDP 2", "HSDP 2x2")]
+    rows += [Combination(**EXPERT_LAYOUTS["FSDP 2 x TP 2"], **eight, model="mixtral", recompute="op")]
+    rows += [Combination(**EXPERT_LAYOUTS["CP 2"], **eight, model="gpt_oss", recompute="full")]
+    rows += [Combination(**LAYOUTS["DDP 2"], **eight, model="nemotron_h")]
+    rows += [Combination(**COMPOSED["PP 2"], **eight, model="deepseek", schedule="ZBVZeroBubble")]
+    overlap = dict(model="qwen3_moe", schedule="DualPipeV", overlap=True)
+    rows += [Combination(**EXPERT_LAYOUTS["PP 2 x FSDP 2"], **four, **overlap)]
+    rows += [Combination(**EXPERT_LAYOUTS["FSDP 2"], adapter="qlora, experts", model="qwen3_moe", compile="block")]
+    return rows + [Combination(ranks=8, dp_shard=8, **four, model="mixtral")]
 
 
 def quantized_bases_with_options() -> list[Combination]:

@@ -79,6 +79,11 @@ ROWS = {
     "unfrozen": (_unfrozen("layers.*norm*", "layers.*.wo.weight", "output.weight"), Options()),
     "unfrozen, last": (_unfrozen("norm.weight", "output.weight"), Options()),
     "lora_int8": (Int8LoRA, Options(kind="lora_int8", rank=4, alpha=8.0)),
+    "qlora, experts": (QLoRA, Options(kind="qlora", rank=4, alpha=8.0, target=["all-linear"])),
+    "lora_int8, all experts": (
+        Int8LoRA,
+        Options(kind="lora_int8", rank=4, target=["*attention*", "*moe.experts.w2"], quantized_experts="all"),
+    ),
     "lora_int8_dropout": (Int8LoRA, Options(kind="lora_int8", rank=4, alpha=8.0, dropout=0.25)),
     "lora_int8, tanh(s)": (Int8LoRA, Options(kind="lora_int8", rank=4, train_scaling=True)),
 }

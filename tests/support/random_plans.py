@@ -17,6 +17,7 @@ import torch.distributed as dist
 
 from tests.support.adapted import perturb_parameters
 from tests.support.jobs import full
+from torchtitan.adapters.targets import QUANTIZED_MULTIPLES
 from torchtitan.assembly import parts
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.config.job import JobConfig
@@ -137,7 +138,11 @@ def _proposed(chooser: random.Random, most_ranks: int) -> tuple[int, list[str]]:
         settings["parallelism.fsdp_quantized_gather"] = choose(("none", "none", "int8"))
         settings["parallelism.fsdp_quantized_reduce"] = choose(("none", "none", "int4"))
     if chooser.random() < 0.2:
-        settings |= {"adapter.kind": choose(("lora", "dora", "qlora", "lora_int8")), "adapter.rank": 2}
+        kind = choose(("lora", "dora", "qlora", "lora_int8"))
+        settings |= {"adapter.kind": kind, "adapter.rank": 2}
+        if "parallelism.expert_parallel_degree" in settings and kind in QUANTIZED_MULTIPLES:
+            settings["adapter.quantized_experts"] = choose(("adapted", "all"))
+            settings["adapter.target"] = choose(('["*attention*"]', '["all-linear"]'))
     return ranks, [f"--{name}={str(v).lower() if isinstance(v, bool) else v}" for name, v in settings.items()]
 
 

@@ -48,15 +48,15 @@ class AdapterSpec:
         """Raise JobError if segments of `seq_len` tokens do not fit the state, with one of the --cache-sizes."""
 
 
-def _low_rank(make: str) -> AdapterSpec:
-    return AdapterSpec(make=make, options=ALL_LOW_RANK_OPTIONS)
+def _low_rank(make: str, *options: str) -> AdapterSpec:
+    return AdapterSpec(make=make, options=(*ALL_LOW_RANK_OPTIONS, *options))
 
 
 _built_in = {
     "lora": _low_rank("torchtitan.adapters.low_rank:LoRA"),
     "dora": _low_rank("torchtitan.adapters.low_rank:DoRA"),
-    "qlora": _low_rank("torchtitan.adapters.quantized:QLoRA"),
-    "lora_int8": _low_rank("torchtitan.adapters.quantized:Int8LoRA"),
+    "qlora": _low_rank("torchtitan.adapters.quantized:QLoRA", "quantized_experts"),
+    "lora_int8": _low_rank("torchtitan.adapters.quantized:Int8LoRA", "quantized_experts"),
 }
 ADAPTERS: Registry[AdapterSpec] = Registry("torchtitan.adapters", _built_in, AdapterSpec)
 

@@ -44,6 +44,8 @@ from torchtitan.adapters.targets import (
     layer_of,
     lora_scale,
     misfits,
+    packed_matrices,
+    quantized_stacks,
     target_linears,
 )
 from torchtitan.config.sections.model import Adapter as Options
@@ -83,6 +85,8 @@ class LoRASettings:
     """The module computes as its base does, for now."""
     matrices: tuple[str, ...] = EXPERT_MATRICES
     """Those of a stack of experts that have a pair."""
+    packed: tuple[str, ...] = ()
+    """Those that are quantized (quantized.py)."""
     gate_up_rank: int = 0
     """Rank of the one A of gate and up; 0: each has its own."""
 
@@ -177,6 +181,8 @@ class LowRankExperts(Experts):
     With settings.gate_up_rank w1 and w3 have one A, `lora_A_w13`.
     """
 
+    frozen_product = staticmethod(Experts.product)
+
     @property
     def mergeable(self) -> tuple[str, ...]:
         return self.settings.matrices
@@ -197,7 +203,7 @@ class LowRankExperts(Experts):
         experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor, shared: dict[str, torch.Tensor]
     ) -> torch.Tensor:
         """Map x [rows, in] to [rows, out]. Rows are sorted by expert and end at `ends` [experts]."""
-        plain, settings = Experts.product(experts, name, x, ends, shared), experts.settings
+        plain, settings = experts.frozen_product(experts, name, x, ends, shared), experts.settings
         if settings.is_disabled or name not in settings.matrices:
             return plain
         down, up = factor_names(settings, name)
@@ -236,7 +242,8 @@ class LowRank(Adapter):
         modules = dict(adaptable_modules(model))
         if problems := list(misfits({name: linear_shape(module) for name, module in modules.items()}, self.options)):
             raise JobError("; ".join(map(str, problems)))
-        for name in target_linears(modules, self.options):
+        targets = target_linears(modules, self.options)
+        for name in [*targets, *quantized_stacks(modules.keys() - {*targets}, self.options)]:
             self.convert_module(name, modules[name])
             self.replaced_parameters |= {f"{name}.{attribute}" for attribute in modules[name].mergeable}
         head, embedding = (getattr(model, name, None) for name in ("output", "tok_embeddings"))
@@ -302,7 +309,8 @@ class LowRank(Adapter):
     def convert_module(self, name: str, module: nn.Module) -> None:
         options, is_stack = self.options, isinstance(module, Experts)
         new_class = self.experts_class if is_stack else self.linear_class
-        if new_class is None or (is_stack and (options.train_scaling or options.lora_only)):
+        has_pair = name in target_linears([name], options)
+        if new_class is None or (is_stack and has_pair and (options.train_scaling or options.lora_only)):
             raise JobError(
                 f"adapter.kind = {options.kind!r} has no form for {name}, the stacked matrices of experts; leave "
                 f'them out of adapter.target, or write kind = "lora"'
@@ -311,10 +319,14 @@ class LowRank(Adapter):
         scale = 1.0 if options.train_scaling else lora_scale(options)
         settings = LoRASettings(options.rank, scale, options.train_scaling, options.lora_only)
         if is_stack:
-            matrices = (matrix for matrix in expert_matrices(name, options) if getattr(module, matrix) is not None)
-            settings.matrices, settings.gate_up_rank = tuple(matrices), options.gate_up_rank
+            matrices = expert_matrices(name, options) if has_pair else ()
+            settings.matrices, settings.packed = (
+                tuple(matrix for matrix in names if matrix in module.matrix_names)
+                for names in (matrices, packed_matrices(name, options))
+            )
+            settings.gate_up_rank = options.gate_up_rank
         module.add_low_rank_parameters(settings)
-        if options.dropout:
+        if options.dropout and not is_stack:
             module.dropout = Dropout(options.dropout, dropout_key(name))
 
 

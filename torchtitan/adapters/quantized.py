@@ -1,7 +1,9 @@
 """LoRA on quantized matrices: QLoRA (arXiv:2305.14314), in 4 bits (NF4), and LoRA on 8 bits.
 
 A packed matrix is a few frozen integer parameters, which FSDP gathers and tensor parallel shards like the matrix
-itself. It is unpacked on use, once in forward and once in backward; the unpacked matrix is never stored.
+itself. It is unpacked on use, once in forward and once in backward; the unpacked matrix is never stored. The matrices
+of a stack of experts are packed one by one, as linears of the same weights would be, and unpacked together for their
+grouped product: at its peak it takes one unpacked stack of the rank, of gate, up or down.
 
 On CUDA a matrix is unpacked to the computation's dtype by one compiled kernel. On a CPU it is done in pieces that stay
 in the cache. These are custom operators, single nodes for the compiler, for activation checkpointing and for the
@@ -9,21 +11,22 @@ planner, which sees no temporary tensors. Unpacked in bfloat16 on one core of an
 weight in NF4 takes 0.5 ns compiled and 1.2 ns in eager, and bitsandbytes' 0.50 kernel takes 0.15.
 """
 
+from collections.abc import Iterator, Sequence
 from functools import cache
 from itertools import pairwise
 from typing import Any, Protocol
 
 import torch
 import torch.distributed as dist
-import torch.nn.functional as F
 from torch import nn
 from torch.distributed.tensor import DTensor, Placement, Replicate, Shard
 
-from torchtitan.adapters.low_rank import LoRASettings, LowRank, LowRankLinear, add_low_rank_output
+from torchtitan.adapters.low_rank import LoRASettings, LowRank, LowRankExperts, LowRankLinear, add_low_rank_output
 from torchtitan.adapters.targets import quantization_block
 from torchtitan.core.fused import LARGE, Fused, pieces
 from torchtitan.core.tensor_storage import Store
 from torchtitan.models.layers import autocast_dtype
+from torchtitan.models.moe.layer import Experts, grouped_mm
 
 # The 16 levels of the paper's appendix E: quantiles of the normal distribution, equally likely, 0 among them.
 LEVELS = (
@@ -169,8 +172,8 @@ class Quantizer(Protocol):
     A rank that packs some rows, or some blocks of every row, has to get the same bits as the full matrix has there.
     """
 
-    parameter_names: tuple[str, ...]
-    """Names of the parameters. The first holds codes [out, in / n], the last one number per row [out]."""
+    suffixes: tuple[str, ...]
+    """Ends of the parameters' names. The first holds codes [out, in / n], the last one number per row [out]."""
 
     def empty_parameters(self, outputs: int, inputs: int) -> tuple[torch.Tensor, ...]:
         """Return the parameters of a matrix [outputs, inputs], on the meta device."""
@@ -188,6 +191,19 @@ class Quantizer(Protocol):
         """Return the matrix [out, in], rounded once."""
 
 
+def part_names(quantizer: Quantizer, matrix: str) -> tuple[str, ...]:
+    """Return the names of the parameters that a parameter called `matrix` is packed into."""
+    return tuple(matrix + suffix for suffix in quantizer.suffixes)
+
+
+def _register_packed(module: nn.Module, quantizer: Quantizer, matrix: str, parts: Sequence[torch.Tensor]) -> None:
+    """Replace a parameter of `module` by the packed ones, which `parts` resemble."""
+    device = getattr(module, matrix).device
+    delattr(module, matrix)
+    for name, like in zip(part_names(quantizer, matrix), parts, strict=True):
+        module.register_parameter(name, nn.Parameter(torch.empty_like(like, device=device), requires_grad=False))
+
+
 class QuantizedLinear(LowRankLinear):
     """A LowRankLinear with its `weight` packed into the parameters that its quantizer names."""
 
@@ -195,80 +211,133 @@ class QuantizedLinear(LowRankLinear):
 
     def add_low_rank_parameters(self, settings: LoRASettings) -> None:
         super().add_low_rank_parameters(settings)
-        self.dtype, device = self.weight.dtype, self.weight.device
-        del self.weight
-        for name, like in zip(
-            self.quantizer.parameter_names,
-            self.quantizer.empty_parameters(self.out_features, self.in_features),
-            strict=True,
-        ):
-            parameter = nn.Parameter(torch.empty_like(like, device=device), requires_grad=False)
-            self.register_parameter(name, parameter)
+        self.dtype = self.weight.dtype
+        parts = self.quantizer.empty_parameters(self.out_features, self.in_features)
+        _register_packed(self, self.quantizer, "weight", parts)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        parts = (getattr(self, name) for name in self.quantizer.parameter_names)
-        y = _QuantizedMatmul.apply(x.flatten(0, -2), self.quantizer, *parts)
+        parts = (getattr(self, name) for name in part_names(self.quantizer, "weight"))
+        y = _QuantizedMatmul.apply(x.flatten(0, -2), self.quantizer, None, *parts)
         return add_low_rank_output(self, x, y if self.bias is None else y + self.bias.to(y.dtype))
 
     def tensor_placements(self, role: str, default: Placement) -> dict[str, tuple[Placement, Placement]]:
         placements = super().tensor_placements(role, default)
         usual = {"column": Shard(0), "head": Shard(0), "row": Shard(1)}.get(role, Replicate())
-        row_name = self.quantizer.parameter_names[-1]
-        for name in self.quantizer.parameter_names:
-            placements[name] = (Replicate(), Replicate()) if name == row_name and role == "row" else (usual, usual)
+        *codes, rows = part_names(self.quantizer, "weight")
+        placements |= dict.fromkeys(codes, (usual, usual))
+        placements[rows] = (Replicate(), Replicate()) if role == "row" else (usual, usual)
         return placements
 
     def stores(self) -> dict[str, Store]:
-        return {"weight": QuantizedWeight(self)}
+        return {"weight": QuantizedWeight(self, "weight", (self.out_features, self.in_features))}
+
+
+class QuantizedExperts(LowRankExperts):
+    """LowRankExperts with the matrices of `settings.packed` packed, each into the parameters that its quantizer names.
+
+    Those of all experts [experts, in, out] are packed with outputs as rows: codes are [experts, out, in / n], and so
+    on, and numbers of rows [experts, out, 1]. FSDP shards experts or outputs.
+    """
+
+    quantizer: Quantizer
+
+    @property
+    def mergeable(self) -> tuple[str, ...]:
+        return tuple(dict.fromkeys((*self.settings.matrices, *self.settings.packed)))
+
+    def add_low_rank_parameters(self, settings: LoRASettings) -> None:
+        super().add_low_rank_parameters(settings)
+        self.dtype, self.shapes = self.w1.dtype, {name: tuple(getattr(self, name).shape) for name in settings.packed}
+        for name, (experts, inputs, outputs) in self.shapes.items():
+            parts = self.quantizer.empty_parameters(outputs, inputs)
+            stacks = [part.new_empty(experts, outputs, part[0].numel()) for part in parts]
+            _register_packed(self, self.quantizer, name, stacks)
+
+    @staticmethod
+    def frozen_product(
+        experts: Any, name: str, x: torch.Tensor, ends: torch.Tensor, shared: dict[str, torch.Tensor]
+    ) -> torch.Tensor:
+        """Map x [rows, in] to [rows, out] by matrices that may be packed. The rows of each expert end at `ends`."""
+        if name not in experts.settings.packed:
+            return Experts.product(experts, name, x, ends, shared)
+        parts = (getattr(experts, part) for part in part_names(experts.quantizer, name))
+        return _QuantizedMatmul.apply(x, experts.quantizer, ends, *parts)
+
+    def stores(self) -> dict[str, Store]:
+        return {name: QuantizedWeight(self, name, shape) for name, shape in self.shapes.items()}
+
+    def merged_weight(self, name: str, value: torch.Tensor) -> torch.Tensor:
+        if name in self.settings.matrices:
+            return super().merged_weight(name, value)
+        return value.to(torch.promote_types(value.dtype, torch.float32))
+
+
+def _dequantized(quantizer: Quantizer, parts: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
+    """Return a packed matrix [out, in], or those of a stack [experts, out, in]."""
+    if parts[0].dim() == 2:
+        return quantizer.dequantize(*parts, dtype=dtype)
+    *codes, rows = parts  # the rows of all experts are those of one matrix
+    values = quantizer.dequantize(*(part.flatten(0, 1) for part in codes), rows.flatten(), dtype=dtype)
+    return values.unflatten(0, parts[0].shape[:2])
 
 
 class _QuantizedMatmul(torch.autograd.Function):
-    """Compute x W^T for a packed W. Backward unpacks it again instead of saving it."""
+    """Compute x W^T for a packed W, or for the W of each expert. Backward unpacks it again instead of saving it."""
 
     @staticmethod
     def forward(ctx: Any, *inputs: Any) -> torch.Tensor:
         # A single *inputs: with more parameters than that, the compiler miscounts and takes the context for an input.
-        x, quantizer, *packed = inputs
-        ctx.save_for_backward(*packed)
+        x, quantizer, ends, *packed = inputs  # ends [experts], where the rows of each end; None: W is one matrix
+        ctx.save_for_backward(ends, *packed)
         ctx.quantizer, ctx.types = quantizer, (x.dtype, autocast_dtype(x.device.type) or x.dtype)
-        return F.linear(x.to(ctx.types[1]), quantizer.dequantize(*packed, dtype=ctx.types[1]))
+        return _multiply(x.to(ctx.types[1]), _dequantized(quantizer, packed, ctx.types[1]).mT, ends)
 
     @staticmethod
     def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
-        no_grads = (None,) * (1 + len(ctx.quantizer.parameter_names))
+        no_grads = (None,) * (2 + len(ctx.quantizer.suffixes))
         if not ctx.needs_input_grad[0]:
             return None, *no_grads
-        input_dtype, dtype = ctx.types
-        return (grad.to(dtype) @ ctx.quantizer.dequantize(*ctx.saved_tensors, dtype=dtype)).to(input_dtype), *no_grads
+        (input_dtype, dtype), (ends, *packed) = ctx.types, ctx.saved_tensors
+        grad_x = _multiply(grad.to(dtype), _dequantized(ctx.quantizer, packed, dtype), ends)
+        return grad_x.to(input_dtype), *no_grads
+
+
+def _multiply(x: torch.Tensor, w: torch.Tensor, ends: torch.Tensor | None) -> torch.Tensor:
+    """Multiply x [R, I] by w [I, O], or with `ends` each expert's rows by its matrix in w [E, I, O] -> [R, O]."""
+    return x @ w if ends is None else grouped_mm(x.contiguous(), w, ends)
 
 
 class QuantizedWeight:
-    """Writes and reads the matrix of a QuantizedLinear; each rank handles its shard."""
+    """Writes and reads a packed parameter of a module; each rank handles its shard.
 
-    def __init__(self, linear: QuantizedLinear):
-        self.linear, self.quantizer = linear, linear.quantizer
-        self.packed = linear.quantizer.parameter_names
-        self.shape = (linear.out_features, linear.in_features)
+    `shape`: [out, in] of a linear, or [experts, in, out].
+    """
+
+    def __init__(self, module: QuantizedLinear | QuantizedExperts, matrix: str, shape: tuple[int, ...]):
+        self.module, self.quantizer, self.shape = module, module.quantizer, shape
+        self.packed = part_names(module.quantizer, matrix)
 
     @property
     def _parameters(self) -> list[torch.Tensor]:
         """Return this rank's local tensors."""
-        parts = (getattr(self.linear, name).detach() for name in self.packed)
+        parts = (getattr(self.module, name).detach() for name in self.packed)
         return [part.to_local() if isinstance(part, DTensor) else part for part in parts]
 
     @property
     def _codes(self) -> torch.Tensor:
-        return getattr(self.linear, self.packed[0])
+        return getattr(self.module, self.packed[0])
 
     def empty(self) -> torch.Tensor:
         local = self._parameters[0]
-        columns = local.shape[1] * self.linear.in_features // self._codes.shape[1]
-        return self._like_codes(local.new_empty((local.shape[0], columns), dtype=self.linear.dtype))
+        inputs = local.shape[-1] * self.shape[-1 if local.dim() == 2 else 1] // self._codes.shape[-1]
+        shape = (local.shape[0], inputs) if local.dim() == 2 else (local.shape[0], inputs, local.shape[1])
+        return self._like_codes(local.new_empty(shape, dtype=self.module.dtype))
 
     @torch.no_grad()
     def write(self, values: torch.Tensor) -> None:
-        for part, packed in zip(self._parameters, self._pack(values), strict=True):
-            part.copy_(packed)
+        for matrix, parts in self._matrices(values):
+            for part, packed in zip(parts, self._pack(matrix, parts), strict=True):
+                part.copy_(packed.view_as(part))
 
     @torch.no_grad()
     def holds(self, values: torch.Tensor) -> bool:
@@ -276,31 +345,46 @@ class QuantizedWeight:
 
         One code in a thousand may differ, as another device rounds differently.
         """
-        differ = self._pack(values.to(self.linear.dtype))[0] != self._parameters[0]
-        return int(differ.sum()) <= differ.numel() / 1000
+        differ, codes = 0, self._parameters[0].numel()
+        for matrix, parts in self._matrices(values.to(self.module.dtype)):
+            differ += int((self._pack(matrix, parts)[0] != parts[0]).sum())
+        return differ <= codes / 1000
 
-    def _pack(self, values: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _matrices(self, values: torch.Tensor) -> Iterator[tuple[torch.Tensor, list[torch.Tensor]]]:
+        """Yield this rank's part of each matrix [out, in] in `values`, and the stored tensors of it."""
+        local, parts = values.to_local() if isinstance(values, DTensor) else values, self._parameters
+        if local.dim() == 2:
+            yield local, parts
+            return
+        for expert, matrix in enumerate(local):
+            yield matrix.t(), [part[expert] for part in parts]
+
+    def _pack(self, matrix: torch.Tensor, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         codes = self._codes
-        block = self.quantizer.block_size(*self._parameters)
-        local = (values.to_local() if isinstance(values, DTensor) else values).float().unflatten(1, (-1, block))
-        row = local.abs().amax((-1, -2))
+        blocks = matrix.float().contiguous().unflatten(1, (-1, self.quantizer.block_size(*parts)))
+        row = blocks.abs().amax((-1, -2))
         if isinstance(codes, DTensor):
             for axis, placement in enumerate(codes.placements):
-                if placement.is_shard(1):  # the ranks of this axis share these rows
+                if placement.is_shard(codes.dim() - 1):  # the ranks of this axis share these rows
                     dist.all_reduce(row, op=dist.ReduceOp.MAX, group=codes.device_mesh.get_group(axis))
-        return self.quantizer.quantize(local, row)
+        return self.quantizer.quantize(blocks, row)
 
     @torch.no_grad()
     def read(self) -> torch.Tensor:
-        """Return the matrix [out, in] as used in computation, laid out over the ranks like `empty`."""
-        return self._like_codes(self.quantizer.dequantize(*self._parameters, dtype=self.linear.dtype))
+        """Return the parameter as used in computation, laid out over the ranks like `empty`."""
+        local = _dequantized(self.quantizer, self._parameters, self.module.dtype)
+        return self._like_codes(local if local.dim() == 2 else local.mT.contiguous())
 
     def _like_codes(self, local: torch.Tensor) -> torch.Tensor:
         codes = self._codes
         if not isinstance(codes, DTensor):
             return local
-        kwargs = dict(run_check=False, shape=torch.Size(self.shape), stride=(self.shape[1], 1))
-        return DTensor.from_local(local, codes.device_mesh, codes.placements, **kwargs)
+        is_by_output = local.dim() == 3  # of a stack, the last dimension of which are outputs
+        placements = [Shard(2) if is_by_output and place.is_shard(1) else place for place in codes.placements]
+        kwargs = dict(
+            run_check=False, shape=torch.Size(self.shape), stride=torch.empty(self.shape, device="meta").stride()
+        )
+        return DTensor.from_local(local, codes.device_mesh, placements, **kwargs)
 
 
 class NF4:
@@ -314,7 +398,7 @@ class NF4:
     every row, packs the same bits as the full matrix has there. (The paper groups 256 scales regardless of rows.)
     """
 
-    parameter_names = ("weight_codes", "weight_scales", "weight_rows")
+    suffixes = ("_codes", "_scales", "_rows")
 
     def empty_parameters(self, outputs: int, inputs: int) -> tuple[torch.Tensor, ...]:
         """Return codes uint8 [out, in / 2], scales uint8 [out, blocks] and row scales int32 [out].
@@ -345,8 +429,12 @@ class NF4Linear(QuantizedLinear):
     quantizer = NF4()
 
 
+class NF4Experts(QuantizedExperts):
+    quantizer = NF4()
+
+
 class QLoRA(LowRank):
-    linear_class, by_token = NF4Linear, True
+    linear_class, experts_class, by_token = NF4Linear, NF4Experts, True
 
 
 class Int8:
@@ -356,7 +444,7 @@ class Int8:
     takes 1 + 4/in bytes; its error is at most 1/254 of its row's largest magnitude.
     """
 
-    parameter_names = ("weight_codes", "weight_rows")
+    suffixes = ("_codes", "_rows")
 
     def empty_parameters(self, outputs: int, inputs: int) -> tuple[torch.Tensor, ...]:
         """Return codes int8 [out, in] and the bits of the float32 row scales, int32 [out].
@@ -382,5 +470,9 @@ class Int8Linear(QuantizedLinear):
     quantizer = Int8()
 
 
+class Int8Experts(QuantizedExperts):
+    quantizer = Int8()
+
+
 class Int8LoRA(LowRank):
-    linear_class, by_token = Int8Linear, True
+    linear_class, experts_class, by_token = Int8Linear, Int8Experts, True

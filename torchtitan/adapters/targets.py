@@ -25,7 +25,7 @@ GATE_UP = "w13"
 QUANTIZED_MULTIPLES = {"qlora": 16, "lora_int8": 1}
 """Kinds that quantize the base matrices -> number that their inputs have to be a multiple of."""
 LARGEST_BLOCK, SMALLEST_BLOCK = 64, QUANTIZED_MULTIPLES["qlora"]
-LINEAR_ONLY_KINDS = ("dora", *QUANTIZED_MULTIPLES)
+LINEAR_ONLY_KINDS = ("dora",)
 """Kinds that do not support stacks of experts."""
 
 
@@ -65,6 +65,20 @@ def expert_matrices(stack: str, options: Options) -> tuple[str, ...]:
         for matrix in EXPERT_MATRICES
         if any(_matches(stack, pattern) and matrix_of(pattern) in ("", matrix) for pattern in options.target)
     )
+
+
+def packed_matrices(stack: str, options: Options) -> tuple[str, ...]:
+    """Return the matrices of a stack of experts that a kind of adapter quantizes."""
+    if options.kind not in QUANTIZED_MULTIPLES or options.quantized_experts == "none":
+        return ()
+    if options.quantized_experts == "all":
+        return EXPERT_MATRICES
+    return expert_matrices(stack, options) if target_linears([stack], options) else ()
+
+
+def quantized_stacks(linears: Iterable[str], options: Options) -> list[str]:
+    """Return the names of stacks of experts with matrices that are quantized, in order."""
+    return sorted(name for name in linears if is_expert_stack(name) and packed_matrices(name, options))
 
 
 def lora_scale(options: Options) -> float:
@@ -117,14 +131,28 @@ def misfits(linears: Mapping[str, tuple[int, int]], options: Options) -> Iterato
         yield Misfit(
             "adapter.dropout", allowed, "rows of experts and pieces of the loss are not by token: leave these out"
         )
+    yield from _packing_misfits(linears, chosen, options)
+
+
+def _packing_misfits(
+    linears: Mapping[str, tuple[int, int]], chosen: Sequence[str], options: Options
+) -> Iterator[Misfit]:
     if multiple := QUANTIZED_MULTIPLES.get(options.kind):
-        unpackable = [name for name in chosen if linears[name][1] % multiple or layer_of(name) is None]
+        matrices = [name for name in chosen if not is_expert_stack(name)]
+        unpackable = [name for name in matrices if linears[name][1] % multiple or layer_of(name) is None]
         if unpackable:
             blocks = f", of a multiple of {multiple} inputs, which are packed in blocks" if multiple > 1 else ""
             allowed = f"linears of the layers with adapter.kind = {options.kind!r}{blocks}"
             yield Misfit(
                 "adapter.target", allowed, f'leave out {", ".join(with_wildcards(unpackable))}, or write kind = "lora"'
             )
+        key, stacks = "adapter.quantized_experts", quantized_stacks(linears, options)
+        if options.quantized_experts == "all" and not stacks:
+            yield Misfit(key, '"adapted" in a model without experts', "leave it out")
+        inputs = {name: {linears[name][matrix != "w2"] for matrix in packed_matrices(name, options)} for name in stacks}
+        if uneven := [name for name in stacks if any(number % multiple for number in inputs[name])]:
+            inputs_of = f"inputs of {', '.join(with_wildcards(uneven))} that are no multiple of {multiple}"
+            yield Misfit(key, f'"none" with {inputs_of}', "weights are packed in blocks of them")
 
 
 def _gate_up_misfits(

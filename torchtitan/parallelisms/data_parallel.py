@@ -328,8 +328,10 @@ def _shard_experts(shards: int, parameter: nn.Parameter) -> Shard:
     """Return the placement of experts: shard a dimension divisible by `shards`, the first one if possible.
 
     The first dimension counts experts, so ranks get full experts if these divide, and otherwise a part of every expert.
+    The parts that a quantized matrix consists of are alike but for the last dimension, which is not sharded.
     """
     shape = _local_shape(parameter)
+    shape = shape if parameter.is_floating_point() else shape[:-1]
     return Shard(next((dim for dim, size in enumerate(shape) if size % shards == 0), 0))
 
 

@@ -12,7 +12,9 @@ from torchtitan.adapters.targets import (
     linear_adapter_options,
     matrix_of,
     misfits,
+    packed_matrices,
     quantization_block,
+    quantized_stacks,
     target_linears,
     with_wildcards,
 )
@@ -96,7 +98,10 @@ def patterns_fit_the_model(facts: Facts) -> Iterator[Fault]:
     key, patterns, _ = trained
     options = linear_adapter_options(facts.config.adapter)
     if options is not None and (options.kind in QUANTIZED_MULTIPLES or options.lora_only):
-        replaced = {f"{name}.weight" for name in target_linears(linears(facts.model.args), options)}
+        layers = linears(facts.model.args)
+        replaced = {f"{name}.weight" for name in target_linears(layers, options)}
+        stacks = quantized_stacks(layers, options)
+        replaced |= {f"{stack}.{matrix}" for stack in stacks for matrix in packed_matrices(stack, options)}
         names = [name for name in names if name not in replaced]
     for pattern in patterns:
         if not any(fnmatchcase(name, pattern) for name in names):

@@ -27,6 +27,7 @@ from torchtitan.assembly.data import JobDatasets
 from torchtitan.checkpoint import base_weights
 from torchtitan.checkpoint.base_weights import find_weights
 from torchtitan.config.options import show
+from torchtitan.config.sections.model import Adapter
 from torchtitan.core.errors import JobError
 from torchtitan.core.files import require_file
 from torchtitan.core.machine_errors import raise_if_of_the_machine
@@ -55,8 +56,8 @@ LATER_SIZES_OF |= dict.fromkeys(("Qwen2Args", "Qwen3Args"), ("sliding_window", "
 LATER_SIZES_OF |= dict.fromkeys(("LlamaArgs", "Gemma2Args"), ("n_classes",))
 LATER_SIZES_OF |= {"GraniteArgs": ("attention_dropout",)}
 """The same for classes of sizes: sizes that do not count if they are 0, and that other classes always had."""
-LATER_OPTIONS = ("save", "last_save_in_peft", "relora")
-"""Options of [adapter] that do not change the model before the first step."""
+LATER_OPTIONS = ("save", "last_save_in_peft", "relora", "quantized_experts")
+"""Options of [adapter] that do not change the model before the first step, or that were added when there were files."""
 MODEL, IDENTITY, ROWS = "model", "identity", "rows"
 """Keys of the file's metadata: the path of the reference, a digest of all that its values depend on, and the number of
 rows of training data that it covers, from the first one on. A file of an earlier version has only the first key, and
@@ -213,6 +214,8 @@ def _identity(job: ResolvedJob) -> str:
     values: list[Any] = [sizes_of_identity(job.model.args), adapter, config.debug.seed]
     values += [training.dtype, training.mixed_precision_param]
     values += ["bfloat16"] * (training.frozen_dtype == "bfloat16")  # a new entry, as files of earlier versions lack it
+    if config.adapter.quantized_experts != Adapter().quantized_experts:
+        values.append(config.adapter.quantized_experts)
     values += map(_path_and_size, weights)
     return hashlib.sha256(json.dumps(values, sort_keys=True, default=str).encode()).hexdigest()
 

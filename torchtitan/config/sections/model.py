@@ -197,6 +197,8 @@ class Adapter:
     gate_up_rank: NonNegative = 0
     """Rank of one pair for gate and up of each expert together, with an A for both, as peft has for transformers'
     stacks. 0: a pair of the usual rank for each."""
+    quantized_experts: Literal["adapted", "all", "none"] = "adapted"
+    """Stacks of experts that qlora and lora_int8 quantize: the matrices with an adapter, all, or none."""
     lr_ratio_b: Annotated[float, Field(gt=0)] = 1.0
     """Ratio of the learning rates of B and A (LoRA+, arXiv:2402.12354, which recommends about 16)."""
     initial_path: Place | None = None
