@@ -70,6 +70,8 @@ OPTIONS = (ESSENTIAL + OPTIONAL + UNSUPPORTED).split()
 FULL = {"base_model": "llama", "datasets": [{"path": "a.jsonl"}], "learning_rate": 1e-4, "max_steps": 100}
 LORA = FULL | {"adapter": "lora", "lora_target_linear": True, "lora_r": 8, "lora_alpha": 16}
 TWO_SETS = FULL | {"datasets": [{"path": "a.jsonl"}, {"path": "b.jsonl"}]}
+QUANTIZED = FULL | {"adapter": "qlora", "load_in_4bit": True, "lora_target_modules": ["q_proj"], "lora_r": 8}
+QUANTIZED |= {"lora_alpha": 16, "base_model": "experts"}
 HELD_OUT = FULL | {"val_set_size": 0.1}
 RESTARTED = {"adapter.relora.every": 150, "adapter.relora.reset": "magnitude", "adapter.relora.prune_ratio": 0.9}
 RESTARTED |= {"adapter.save": None, "adapter.last_save_in_peft": None, "optimizer.name": None}
@@ -83,6 +85,8 @@ def folder_with_model(tmp_path_factory):
     folder = tmp_path_factory.mktemp("axolotl")
     (folder / "llama").mkdir()
     (folder / "llama/config.json").write_text('{"model_type": "llama"}')
+    (folder / "experts").mkdir()
+    (folder / "experts/config.json").write_text('{"model_type": "qwen3_moe"}')
     (folder / "llama/tokenizer_config.json").write_text('{"bos_token": {"content": "<s>"}, "eos_token": "</s>"}')
     sizes = dict(hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=96)
     sizes |= dict(rms_norm_eps=1e-5, max_position_embeddings=64, num_key_value_heads=2)
@@ -207,6 +211,20 @@ TRANSLATED = [  # added options, the job they are added to, and the options of t
     ({"dataloader_prefetch_factor": 4}, FULL, {"training.dataloader.prefetch_factor": 4}),
     ({"adapter": "qlora", "load_in_4bit": True}, LORA, {"adapter.kind": "qlora"}),
     ({"load_in_8bit": True}, LORA, {"adapter.kind": "lora_int8"}),
+    ({"quantize_moe_experts": True}, QUANTIZED, {"adapter.quantized_experts": "all"}),
+    (  # the same targets as those of the layers, and w1, w2 and w3
+        {"quantize_moe_experts": True, "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"]},
+        QUANTIZED | {"adapter": "lora", "load_in_8bit": True, "load_in_4bit": None},
+        {"adapter.quantized_experts": "all", "adapter.gate_up_rank": 8}
+        | {"adapter.target": ["layers.*.attention.wq", "layers.*.moe.experts"]},
+    ),
+    (
+        {"lora_target_parameters": ["experts.down_proj"]},
+        QUANTIZED,
+        {"adapter.quantized_experts": "none"}
+        | {"adapter.target": ["layers.*.attention.wq", "layers.*.moe.experts.w2"]},
+    ),
+    ({"quantize_moe_experts": True}, QUANTIZED | {"base_model": "llama"}, {}),
     ({"peft_use_dora": True}, LORA, {"adapter.kind": "dora"}),
     ({"lora_r": 32}, LORA, {"adapter.rank": 32}),
     ({"lora_alpha": 64}, LORA, {"adapter.alpha": 64.0}),
@@ -636,6 +654,9 @@ WRONG = [  # an option, its value, the job it is added to, and a part of the err
     ("peft_use_dora", True, LORA | {"adapter": "qlora"}, "not quantized"),
     ("lora_target_modules", ["wide"], LORA | {"lora_target_linear": False}, "q_proj"),
     ("lora_target_parameters", ["experts.gate_up_proj"], LORA, "nothing for a model without experts"),
+    ("quantize_moe_experts", True, FULL, "nothing without an adapter"),
+    ("quantize_moe_experts", True, QUANTIZED | {"lora_target_linear": True}, "as Axolotl demands"),
+    ("quantize_moe_experts", True, QUANTIZED | {"adapter": "lora", "load_in_4bit": None}, "true with load_in_4bit or"),
     ("lora_modules_to_save", ["wide"], LORA, "embed_tokens, lm_head, norm"),
     ("relora_steps", 5, FULL, "nothing without an adapter"),
     ("relora_warmup_steps", 5, LORA, "nothing without relora_steps"),

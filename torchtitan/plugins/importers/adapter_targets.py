@@ -67,7 +67,7 @@ class Targets(NamedTuple):
     """`patterns`: of adapter.target. `unmatched`: names that no module has. `is_partial`: some linears are left out.
 
     `gate_up`: rank of the pair of gate and up of experts, in ranks of other pairs; 0 without. `renamed`: names that
-    peft takes for experts.
+    peft takes for experts. `has_stacks`: some stacks of experts are targets.
     """
 
     patterns: list[str]
@@ -75,6 +75,7 @@ class Targets(NamedTuple):
     is_partial: bool
     gate_up: int = 0
     renamed: tuple[str, ...] = ()
+    has_stacks: bool = False
 
 
 def has_experts(family: str) -> bool:
@@ -135,7 +136,7 @@ def translate_targets(
     gate_up = any(matrix.endswith(".w3") for matrix in stacks) * (
         2 if "w1" in map(model.of_experts.get, renamed) else 1
     )
-    return Targets(patterns, unmatched, is_partial, gate_up, tuple(sorted(renamed)))
+    return Targets(patterns, unmatched, is_partial, gate_up, tuple(sorted(renamed)), bool(stacks))
 
 
 def _names_of_experts(
@@ -187,7 +188,7 @@ def add_targets(
 ) -> Targets | None:
     """Add adapter.target to a draft that has its model's family, or refuse `option` and return None.
 
-    `quantizer`: the program that quantizes the linear layers, also those without an adapter.
+    `quantizer`: the program that quantizes the linear layers, also those without an adapter, but no experts.
     """
     try:
         targets = translate_targets(modules, all_linear, draft.values["model.name"], folder, saved, parameters)
@@ -197,6 +198,8 @@ def add_targets(
         draft.refuse(*refused, error.allowed, error.remedy)
         return None
     draft.values["adapter.target"] = targets.patterns
+    if targets.has_stacks and quantizer:
+        draft.values["adapter.quantized_experts"] = "none"
     if targets.unmatched:
         draft.notes.append(f"{option}: no module of the model has the name {' or '.join(targets.unmatched)}")
     if targets.is_partial and quantizer:

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from torchtitan.adapters.targets import ALL_LINEAR
-from torchtitan.plugins.importers.adapter_targets import PARAMETERS, add_targets
+from torchtitan.plugins.importers.adapter_targets import PARAMETERS, add_targets, has_experts
 from torchtitan.plugins.importers.axolotl_names import unfrozen
 from torchtitan.plugins.importers.axolotl_options import HALF_TYPES
 from torchtitan.plugins.importers.translation import BFLOAT16_INSTEAD, JobDraft, Options
@@ -19,8 +19,9 @@ TARGETS = "lora_target_modules"
 OF_RESTARTS: tuple[str, ...] = ("jagged_restart_steps", "jagged_restart_warmup_steps", "jagged_restart_anneal_steps")
 OF_RESTARTS += ("relora_prune_ratio", "relora_prune_method")
 """Options that only belong to relora: true."""
+EXPERTS = "quantize_moe_experts"
 ADAPTER_OPTIONS: tuple[str, ...] = (TARGETS, PARAMETERS, "lora_modules_to_save", "peft_use_dora")
-RESTART_OPTIONS: tuple[str, ...] = ("relora_steps", "relora", *OF_RESTARTS)
+REQUIRING_ADAPTER: tuple[str, ...] = (EXPERTS, "relora_steps", "relora", *OF_RESTARTS)
 NF4 = {"bnb_4bit_quant_type": "nf4", "bnb_4bit_use_double_quant": True, "load_in_4bit": True}
 """The 4-bit options of bitsandbytes with the only supported values."""
 
@@ -64,7 +65,7 @@ class AdapterTranslation:
         options, values = self.options, self.values
         if kind is not None:
             self.refuse("adapter", kind, "lora, qlora or dora", "others are not supported")
-        for name in RESTART_OPTIONS:
+        for name in REQUIRING_ADAPTER:
             if options[name]:
                 self.refuse(name, options[name], "nothing without an adapter", "give adapter: lora")
         for name in ADAPTER_OPTIONS:
@@ -117,11 +118,23 @@ class AdapterTranslation:
         targets = add_targets(self.draft, TARGETS, modules, all_linear, folder, full_modules, quantizer, parameters)
         if targets is None:
             return
+        if self.options[EXPERTS]:
+            self._quantized_experts(quantizer)
         if (parameters or targets.renamed) and (layers := self.values.get("adapter.layers")):
             allowed = "nothing with experts among the targets"
             self.refuse("peft_layers_to_transform", layers, allowed, "peft adapts those of all layers")
         if included := [name for name in modules if all_linear and name not in targets.unmatched]:
             self.note(f"lora_target_linear includes {', '.join(included)}")
+
+    def _quantized_experts(self, quantizer: str) -> None:
+        """Translate that all stacks of experts are quantized, also those without an adapter."""
+        if not quantizer or self.options["lora_target_linear"]:
+            allowed = "true with load_in_4bit or load_in_8bit, without lora_target_linear"
+            self.refuse(EXPERTS, True, allowed, "as Axolotl demands: give them, or drop it")
+        elif has_experts(self.values["model.name"]):
+            self.values["adapter.quantized_experts"] = "all"
+        else:
+            self.note(f"{EXPERTS}: no effect in a model without experts")
 
     def _check_4bit(self) -> None:
         """Check the 4-bit options of bitsandbytes. Only one 4-bit format is supported here."""
@@ -169,6 +182,7 @@ class AdapterTranslation:
         self.note('and prunes the same entries of both moments; adapter.relora.mask = "independent" does as there')
         if values["adapter.kind"] in ("qlora", "lora_int8"):
             values["adapter.kind"] = "lora"
+            values.pop("adapter.quantized_experts", None)
             self.note("relora: not the same: the frozen matrices are in float32, as each restart would round")
             self.note("quantized ones again; they take more memory")
         if optimizer == "AdamW8bit":

@@ -222,9 +222,7 @@ ADAPTER: dict[str, Setting] = {
     **same("jagged_restart_steps jagged_restart_warmup_steps jagged_restart_anneal_steps", Setting("int", least=0)),
     "relora_cpu_offload": _note("bool", "matrices are merged on their device"),
     "bnb_config_kwargs": Setting("table"),
-    "quantize_moe_experts": _note(
-        "bool", "not the same: weights of experts keep their exact values here, which takes more memory"
-    ),
+    "quantize_moe_experts": Setting("bool"),
     "gptq": _refusal("bool", "its library is no longer maintained; use adapter: qlora"),
     "gptq_disable_exllama": _note("bool", "GPTQ is not supported"),
 }
