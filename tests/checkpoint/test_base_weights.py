@@ -113,6 +113,10 @@ WARM = ["--checkpoint.enable", "--checkpoint.initial_load_counters"]
             ["--lr_scheduler.decay_type=relora_cyclical", "--lr_scheduler.cycle_length=7", "--training.steps=14"],
             "cycle_length: given 7; allowed: a divisor of the 8 steps in all",
         ),
+        (
+            ["--qat.weight_dtype=int4", "--qat.after_steps=8", "--training.steps=14"],
+            "qat.after_steps: given 8; allowed: less than training.steps = 14 - 6, the steps from the weights' step on",
+        ),
         (["--checkpoint.initial_load_model_only=false"], "false with initial_load_model_only = false"),
     ],
     ids=str,

@@ -29,6 +29,7 @@ from torchtitan.core.fake_quantization import AffineInt4
 from torchtitan.core.random_draws import initialize
 from torchtitan.job import ResolvedJob
 from torchtitan.models.spec import MODELS
+from torchtitan.rules import check
 from torchtitan.training import inference_model
 
 SIZES = "dim=64, n_layers={}, n_heads=4, n_kv_heads=2, vocab_size=260, multiple_of=64"
@@ -283,6 +284,25 @@ def test_weights_of_quantization_aware_training_are_rounded_on_request(tmp_path,
         job, step_folder = find_checkpoint(run, None)
         model, _ = inference_model.load_model(job, step_folder, torch.device("cpu"))
         torch.testing.assert_close(logits_of(tmp_path / "rounded"), model(TOKENS), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("inputs", ["none", "int8"])
+@pytest.mark.parametrize("name", ["llama3", "llama3.2"])
+def test_rounded_weights_are_not_rounded_again(tmp_path, texts, bases, name, inputs):
+    """Integers around 0 shrink or grow with each rounding (7.5 / 8 of the largest)."""
+    run = train_run(tmp_path / "run", texts, bases[name], qat__activation_dtype=inputs, **QAT)
+    assert export(run, tmp_path / "rounded", "--rounded") == 0
+    job, step_folder = find_checkpoint(run, None)
+    expected = inference_model.load_model(job, step_folder, torch.device("cpu"))[0](TOKENS)
+    model, _ = inference_model.load_model(job, tmp_path / "rounded", torch.device("cpu"))
+    torch.testing.assert_close(model(TOKENS), expected, rtol=1e-5, atol=1e-5)
+    other = job.with_options({"qat.group_size": 16})
+    with pytest.raises(JobError, match="its weights are rounded with .*'group_size': 8.*; give the job of its run"):
+        inference_model.load_model(other, tmp_path / "rounded", torch.device("cpu"))
+    start = dict(checkpoint__initial_load_path=tmp_path / "rounded", checkpoint__enable=True)
+    again = arguments(tmp_path / "again", texts, **bases[name] | QAT | start)
+    (fault,) = check(manager.load(again), 1, "cpu")
+    assert "allowed: weights that are not rounded yet, with qat.weight_dtype; rounding once more" in str(fault)
 
 
 def test_rounding_without_a_format_is_refused(tmp_path, texts, bases, capsys):

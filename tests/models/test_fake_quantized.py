@@ -1,5 +1,6 @@
 """Quantization-aware training: straight-through gradients, the start of rounding, rounded weights, and a run."""
 
+import json
 import shutil
 
 import pytest
@@ -132,10 +133,9 @@ def test_rounding_begins_after_some_steps_and_goes_back_with_a_checkpoint():
     assert not rounds()
     hook.after_step(2, [model], [])
     assert rounds() and model.tok_embeddings.enabled
-    state = hook.state_dict()
-    hook.load_state_dict({})
-    assert not rounds()
-    hook.load_state_dict(state)
+    hook.load_state_dict({"step": 1})
+    assert not rounds() and not hook.state_dict()
+    hook.load_state_dict({"step": 2})
     assert rounds()
 
 
@@ -178,6 +178,11 @@ def test_a_run_resumes_on_both_sides_of_the_start(tmp_path):
         for other in range(step + 1, 5):
             shutil.rmtree(part / "checkpoint" / f"step-{other:08}")
         assert losses(f"from {step}", **options)[-(4 - step) :] == whole[step:]
+    shutil.copytree(tmp_path / "plain", tmp_path / "from 2")  # by a run that did not round, as no step so far
+    for other in (3, 4):
+        shutil.rmtree(tmp_path / "from 2" / "checkpoint" / f"step-{other:08}")
+    allowed = json.dumps(list(QAT))
+    assert losses("from 2", **options, checkpoint__allow_config_change=allowed)[-2:] == whole[2:]
     job = ResolvedJob(load(jobs.arguments(tmp_path / "whole", texts, **common, **options)))
     model, _ = load_model(job, tmp_path / "whole" / "checkpoint" / "step-00000001", torch.device("cpu"))
     assert model.output.formats.weights is None and model.output.enabled  # also before the start

@@ -37,6 +37,10 @@ REFUSED = {
         [*INT4, "--training.steps=10", "--qat.after_steps=10"],
         "qat.after_steps: given 10; allowed: less than training.steps = 10; no step would round: ",
     ),
+    "rounding that never begins by tokens": (
+        [*INT4, "--training.tokens=163840", "--training.seq_len=2048", "--qat.after_steps=10"],
+        "qat.after_steps: given 10; allowed: less than training.steps = 10; no step would round: ",
+    ),
     "a group that divides no width": (
         [*INT8, "--qat.group_size=48"],
         "qat.group_size: given 48; allowed: a divisor of 256, the width of layers.*.attention.wq, ",

@@ -28,7 +28,8 @@ from torchtitan.checkpoint.layout import (
 from torchtitan.config.changes import DEFAULTS, saved_value
 from torchtitan.config.sections.field_types import Precision
 from torchtitan.core.files import TOKENIZATION_VERSION
-from torchtitan.models.hf.config import unreadable_weights
+from torchtitan.models.hf.config import INDEX, unreadable_weights
+from torchtitan.models.hf.config_keys import ROUNDED
 
 Kind = Literal["native", "torchtitan", "hf"]
 THEIR_STEP = re.compile(r"step-(0|[1-9][0-9]*)")
@@ -72,6 +73,15 @@ def _steps_of_torchtitan(folder: Path) -> list[Path]:
     """
     folders = {int(match[1]): path for path in folder.glob("step-*") if (match := THEIR_STEP.fullmatch(path.name))}
     return [folders[step] for step in sorted(folders) if (folders[step] / METADATA).is_file()]
+
+
+def rounding_of(place: Path) -> Any:
+    """Return the options of [qat] that the weights of a folder are rounded with; None if they are not."""
+    try:
+        metadata = read_json(place / INDEX).get("metadata")
+    except (OSError, CheckpointError):
+        return None
+    return metadata.get(ROUNDED) if isinstance(metadata, dict) else None
 
 
 SCHEDULE_START = "schedule_start"

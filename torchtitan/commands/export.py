@@ -241,7 +241,8 @@ def write(
         ):
             run_answer = answer(model, weights, args.tied_embeddings, sample)
             state = rounded_state(model, state)
-            hf.save_hf(place, state, args, dtype=parts.DTYPES[dtype], extra_files=extra_files)
+            rounding = job.config.qat.of_weights if rounded else None
+            hf.save_hf(place, state, args, dtype=parts.DTYPES[dtype], extra_files=extra_files, rounding=rounding)
     except OSError as error:
         raise JobError(f"{folder}: the weights were not written: {error}; the run is untouched") from error
     return run_answer, into

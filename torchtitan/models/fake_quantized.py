@@ -194,7 +194,6 @@ class FakeQuantizationStart:
         self._continue_after(0)
 
     def _continue_after(self, step: int) -> None:
-        self.step = step
         for module in self.modules:
             module.enabled = step >= self.first
 
@@ -202,10 +201,12 @@ class FakeQuantizationStart:
         self._continue_after(step)
 
     def state_dict(self) -> dict[str, Any]:
-        return {"step": self.step}
+        """Return an empty state: the trainer's step says it, also where a run without rounding wrote the checkpoint."""
+        return {}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        self._continue_after(state.get("step", 0))
+        """Continue after state["step"], the steps of the schedule so far."""
+        self._continue_after(state["step"])
 
 
 @torch.no_grad()
@@ -215,12 +216,32 @@ def round_weights(model: nn.Module) -> None:
     A head that is tied to the embedding gets its own weights.
     """
     for module in _fake_quantized(model):
-        rounding = module.rounding if isinstance(module, FakeQuantizedEmbedding) else module.formats.weights
-        module.weight = nn.Parameter(fake_quantized(module.weight, rounding), requires_grad=False)
-        if isinstance(module, FakeQuantizedLinear):
-            module.formats = module.formats._replace(weights=None)
-        else:
-            module.enabled = False
+        if (rounding := _weight_format(module)) is not None:
+            module.weight = nn.Parameter(fake_quantized(module.weight, rounding), requires_grad=False)
+            _leave_weights(module)
+
+
+def leave_rounded_weights(model: nn.Module, tied: bool) -> None:
+    """Let a model not round weights that `round_weights_alone` and `rounded_state` have rounded: once more would move
+    them."""
+    exact = [model.get_submodule(name) for name in ("tok_embeddings", "output") if tied]
+    for module in _fake_quantized(model):
+        if module not in exact:
+            _leave_weights(module)
+
+
+def _weight_format(module: FakeQuantizedLinear | FakeQuantizedEmbedding) -> NumberFormat | None:
+    """Return the format that forward rounds weights to."""
+    if not module.enabled:
+        return None
+    return module.formats.weights if isinstance(module, FakeQuantizedLinear) else module.rounding
+
+
+def _leave_weights(module: FakeQuantizedLinear | FakeQuantizedEmbedding) -> None:
+    if isinstance(module, FakeQuantizedLinear):
+        module.formats = module.formats._replace(weights=None)
+    else:
+        module.enabled = False
 
 
 def fake_quantized(weight: torch.Tensor, rounding: NumberFormat) -> torch.Tensor:
@@ -240,9 +261,10 @@ def round_weights_alone(model: nn.Module, tied: bool) -> None:
 def rounded_state(model: nn.Module, state: Mapping[str, Value]) -> dict[str, Value]:
     """Return full tensors by name, those that the model rounds as it rounds them, each when it is read."""
     formats = {
-        f"{name}.weight": module.formats.weights if isinstance(module, FakeQuantizedLinear) else module.rounding
+        f"{name}.weight": rounding
         for name, module in model.named_modules()
-        if isinstance(module, FakeQuantizedLinear | FakeQuantizedEmbedding) and module.enabled
+        if isinstance(module, FakeQuantizedLinear | FakeQuantizedEmbedding)
+        and (rounding := _weight_format(module)) is not None
     }
     return {
         name: Deferred(tuple(value.shape), partial(_read_rounded, value, formats[name])) if name in formats else value

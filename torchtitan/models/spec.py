@@ -59,6 +59,7 @@ class HuggingFace:
         shard_bytes: int = SHARD_BYTES,
         write: bool = True,
         extra_files: Mapping[str, bytes] | None = None,
+        rounding: Mapping[str, Any] | None = None,
     ) -> None:
         """Write a folder, see hf/save.py save_folder. In a process group all ranks call it, one of them with `write`.
 
@@ -68,7 +69,8 @@ class HuggingFace:
         if extra_files is None:
             extra_files = {CONFIG: (json.dumps(self.config_to_hf(args, dtype), indent=2) + "\n").encode()}
         tensor_map, shapes = self.tensor_map(args), self.shapes(args)
-        save_folder(folder, state, tensor_map, extra_files, shapes, dtype=dtype, shard_bytes=shard_bytes, write=write)
+        options: dict[str, Any] = {"dtype": dtype, "shard_bytes": shard_bytes, "write": write, "rounding": rounding}
+        save_folder(folder, state, tensor_map, extra_files, shapes, **options)
 
     def save_hf_file(self, path: Path, state: Mapping[str, Value], args: Any, dtype: torch.dtype) -> None:
         """Write one safetensors file, see hf/save.py save_file."""

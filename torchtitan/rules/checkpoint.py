@@ -8,7 +8,7 @@ from typing import Any
 from torchtitan.adapters import NONE
 from torchtitan.adapters.targets import with_wildcards
 from torchtitan.checkpoint import base_weights
-from torchtitan.checkpoint.base_weights import Kind, counters_of, find_weights
+from torchtitan.checkpoint.base_weights import Kind, counters_of, find_weights, rounding_of
 from torchtitan.checkpoint.layout import (
     CheckpointError,
     NothingLoadable,
@@ -190,6 +190,9 @@ def _initial_load(facts: Facts, path: Path) -> Iterator[Fault]:
     if kind == "hf" and not options.initial_load_model_only and not options.initial_load_in_hf:
         reason = "safetensors of Hugging Face hold no optimizer state"
         yield facts.fault("checkpoint.initial_load_model_only", "true with this initial_load_path", reason)
+    if kind == "hf" and facts.config.qat.weight_dtype != "none" and rounding_of(place) is not None:
+        reason = "rounding once more would move them: export the run without --rounded"
+        yield facts.fault(key, "weights that are not rounded yet, with qat.weight_dtype", reason)
     if options.initial_load_counters:
         yield from _counters(facts, kind, place)
     if kind == "hf" and (place / CONFIG).is_file():

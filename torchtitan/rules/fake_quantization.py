@@ -36,9 +36,11 @@ def formats_exist(facts: Facts) -> Iterator[Fault]:
     if options.quantize_embedding and kind not in ALONE:
         reason = "the rows of an embedding have no inputs to round with them: leave it out"
         yield facts.fault("qat.quantize_embedding", f'false with qat.weight_dtype = "{kind}"', reason)
-    if options.after_steps >= facts.config.training.steps:
+    steps, start = facts.steps, facts.job.schedule.start
+    if steps is not None and start < steps <= start + options.after_steps:
+        count = f" - {start}, the steps from the weights' step on" if start else ""
         reason = "no step would round: lower it, or leave the section out"
-        yield facts.fault("qat.after_steps", f"less than training.steps = {facts.config.training.steps}", reason)
+        yield facts.fault("qat.after_steps", f"less than training.steps = {steps}{count}", reason)
 
 
 def groups_divide_widths(facts: Facts) -> Iterator[Fault]:

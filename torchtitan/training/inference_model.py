@@ -22,7 +22,7 @@ from torchtitan.adapters.interface import Adapter
 from torchtitan.assembly import parts
 from torchtitan.assembly.parts import ModelBuilder
 from torchtitan.checkpoint import base_weights, load_model_for_inference, read_state
-from torchtitan.checkpoint.base_weights import find_weights
+from torchtitan.checkpoint.base_weights import find_weights, rounding_of
 from torchtitan.checkpoint.layout import MODEL
 from torchtitan.checkpoint.weight_sources import NativeWeights, Weights, fill, load_foreign, open_weights
 from torchtitan.config.sections.model import ActivationCheckpoint, Compile, Parallelism
@@ -32,7 +32,7 @@ from torchtitan.job import ResolvedJob
 from torchtitan.job.model import JobModel
 from torchtitan.job.saving import JobSaving
 from torchtitan.models.attention import activate_flash_attention
-from torchtitan.models.fake_quantized import round_weights
+from torchtitan.models.fake_quantized import leave_rounded_weights, round_weights
 from torchtitan.parallelisms.degrees import LimitError
 from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.process import distributed, machine
@@ -57,8 +57,22 @@ def load_model(job: ResolvedJob, step_folder: Path, device: torch.device) -> tup
     builder.fake_quantize(built)
     built.to_empty(device=device)
     _fill(built, job.model, job.saving, step_folder, installed)
+    _leave_rounded(job, step_folder, built)
     round_weights(built)
     return built.eval(), installed
+
+
+def _leave_rounded(job: ResolvedJob, step_folder: Path, model: nn.Module) -> None:
+    """Let a model not round weights once more that an export has rounded. JobError if the job rounds in another way."""
+    rounding, options = rounding_of(step_folder), job.config.qat
+    if rounding is None or options.weight_dtype == "none":
+        return
+    if rounding != options.of_weights:
+        raise JobError(
+            f"{step_folder}: its weights are rounded with {rounding}, and the job says {options.of_weights}; give the "
+            "job of its run, or qat.weight_dtype = none to compute with the weights as they are"
+        )
+    leave_rounded_weights(model, job.model.args.tied_embeddings)
 
 
 def available_attention(backend: str, device: torch.device) -> str:
@@ -125,6 +139,7 @@ def load_model_over_ranks(job: ResolvedJob, step_folder: Path, ranks: Ranks) -> 
         raise JobError(f"--ranks: given {error.given}; allowed: {error.allowed}; {error.remedy}") from None
     (full_model,) = built.parts
     _fill(full_model, job.model, job.saving, step_folder, built.adapter)
+    _leave_rounded(job, step_folder, full_model)
     return full_model.eval()
 
 

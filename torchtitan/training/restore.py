@@ -23,6 +23,7 @@ from torchtitan.guards.stop_conditions import ValidationResults
 from torchtitan.job import ResolvedJob
 from torchtitan.lr_scheduling import LRSchedulers
 from torchtitan.metrics.goodput import Goodput
+from torchtitan.models.fake_quantized import FakeQuantizationStart
 from torchtitan.models.hf.config import find_text_config
 from torchtitan.models.hf.quantization import read_quantization
 from torchtitan.parallelisms.parallel_model import ParallelModel, StatefulAdapter
@@ -105,7 +106,8 @@ class Restorer:
         state.schedule_start = trainer.get(base_weights.SCHEDULE_START, 0)
         if "lr_scheduler" in trainer:
             self.schedulers.load_state_dict(trainer["lr_scheduler"])
-        self.model.hooks.load_state_dict(trainer)
+        scheduled = {"step": state.step - state.schedule_start}
+        self.model.hooks.load_state_dict(trainer | {FakeQuantizationStart.name: scheduled})
         self.findings.load_state_dict(state.step, trainer)
         self.goodput.load_state_dict(ranks[0].get("seconds", {}) if ranks else {})
         self.guards.steps.load_state_dict(trainer.get(self.guards.steps.name, {}))

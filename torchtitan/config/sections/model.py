@@ -3,7 +3,7 @@ formats that it is trained for.
 """
 
 from dataclasses import field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 from pydantic.dataclasses import dataclass
@@ -240,6 +240,12 @@ class Qat:
     def group(self) -> int:
         """The number of weights of a row that share a scale; 1 if it is all of them."""
         return self.group_size or {"nvfp4": 16, "fp8": 1}.get(self.weight_dtype, 32)
+
+    @property
+    def of_weights(self) -> dict[str, Any]:
+        """The options that the rounded weights depend on."""
+        options = {"weight_dtype": self.weight_dtype, "activation_dtype": self.activation_dtype}
+        return options | {"group_size": self.group, "quantize_embedding": self.quantize_embedding}
 
     @property
     def inputs(self) -> str | None:

@@ -85,3 +85,5 @@ GENERATION_KEYS = DeclaredKeys(
 """Keys of generation_config.json. Of those for sampling, `sampling_options` (config.py) reads some."""
 INDEX_KEYS = DeclaredKeys(used=frozenset(("weight_map",)), harmless=frozenset(("metadata",)))
 """Keys of model.safetensors.index.json."""
+ROUNDED = "rounded_as"
+"""Key in the index's metadata: the options of [qat] that the weights are rounded with."""

@@ -28,6 +28,7 @@ from torchtitan.core.random_draws import clean_name
 from torchtitan.core.tensor_storage import Value
 from torchtitan.models.family import ConfigConverter
 from torchtitan.models.hf.config import CONFIG, GENERATION, INDEX, UNTRAINED, read_json
+from torchtitan.models.hf.config_keys import ROUNDED
 from torchtitan.models.hf.load import summarize
 from torchtitan.models.hf.names import TensorMap, sort_names
 from torchtitan.models.hf.wrappers import OUTSIDE, text_part
@@ -47,11 +48,12 @@ def save_folder(
     dtype: torch.dtype,
     shard_bytes: int = SHARD_BYTES,
     write: bool = True,
+    rounding: Mapping[str, Any] | None = None,
 ) -> None:
     """Write the `extra_files` (config.json and others, by name), the shards of the weights, and last their index.
 
     `state` holds the model's tensors by our names. `full_shapes` has the names of the full model; JobError if the ranks
-    together lack one.
+    together lack one. `rounding`: options of [qat] that the weights are rounded with, which the index keeps.
 
     In a process group all ranks call it, one of them with `write`. Tensors may be sharded or on the ranks of one
     pipeline stage only. They are gathered one at a time, so the writing rank holds one full tensor.
@@ -87,7 +89,8 @@ def save_folder(
     if failure is not None:
         raise failure
     if write:
-        index = {"metadata": {"total_size": total_bytes}, "weight_map": dict(sorted(weight_map.items()))}
+        metadata = {"total_size": total_bytes} | ({} if rounding is None else {ROUNDED: rounding})
+        index = {"metadata": metadata, "weight_map": dict(sorted(weight_map.items()))}
         (folder / INDEX).write_text(json.dumps(index, indent=2) + "\n")
 
 
