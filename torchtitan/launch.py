@@ -51,6 +51,7 @@ from torchtitan.process.ranks import (
     require_interfaces,
     set_default,
     slurm_job,
+    started_as_rank,
 )
 from torchtitan.process.run_log import print_message
 from torchtitan.rules.loading import load_valid
@@ -59,6 +60,8 @@ AUTO = "auto"
 """As many ranks as this machine has GPUs, or 2 without any."""
 OPTION, VARIABLE = "--ranks", "NGPU"
 """What gives `torchtitan train` the number of ranks."""
+OTHER_NAMES = ("--rank", "--nproc_per_node", "--nproc-per-node", "--num_processes", "--num_gpus")
+"""Options that may be meant: of torchrun, Accelerate and DeepSpeed."""
 
 
 def main(argv: list[str]) -> int:
@@ -92,6 +95,9 @@ def split_ranks(argv: list[str]) -> tuple[int | None, list[str]]:
         option, sign, value = argument.partition("=")
         if option == OPTION:
             text, name = value if sign else next(remaining, None), OPTION
+        elif option in OTHER_NAMES:
+            adapter = "; the rank of an adapter is --adapter.rank" if option == "--rank" else ""
+            raise JobError(f"{option}: no option of torchtitan train; did you mean {OPTION}?{adapter}")
         else:
             job.append(argument)
     return ranks_of(text, name), job
@@ -287,6 +293,10 @@ def load_job(argv: list[str], world_size: int, explain: bool = True, notices: bo
 
 def load_and_check(argv: list[str], world_size: int) -> tuple[JobConfig | None, str]:
     """Return the checked job and a notice or "", or None and its faults, one line each."""
+    if any(argument.partition("=")[0] == OPTION for argument in argv):
+        number = f"WORLD_SIZE in the environment, as torchrun sets it, says {world_size}"
+        number = number if started_as_rank() else f"torchtitan.launch was given {world_size}"
+        return None, f"{OPTION}: allowed where torchtitan train starts the ranks; {number}; leave one of the two out"
     try:
         facts = load_valid(argv, world_size, likely_device())
         return facts.config, wrap_lines(facts.notice)

@@ -63,6 +63,22 @@ def test_a_number_of_ranks_of_train_is_refused_by_its_name(arguments):
         launch.split_ranks(arguments)
 
 
+@pytest.mark.parametrize("option", launch.OTHER_NAMES)
+def test_names_of_other_launchers_are_refused_with_ours(option):
+    for arguments in ([f"{option}=2", "job"], ["job", option, "2"]):
+        with pytest.raises(JobError, match=f"^{option}: no option of torchtitan train; did you mean --ranks?"):
+            launch.split_ranks(arguments)
+
+
+def test_a_number_of_ranks_that_are_started_already_is_refused(monkeypatch):
+    message = "--ranks: allowed where torchtitan train starts the ranks; {}; leave one of the two out"
+    given = message.format("torchtitan.launch was given 3")
+    assert launch.load_and_check(["debug_model", "--ranks=2"], 3) == (None, given)
+    monkeypatch.setenv("WORLD_SIZE", "3")
+    of_environment = message.format("WORLD_SIZE in the environment, as torchrun sets it, says 3")
+    assert launch.load_and_check(["debug_model", "--ranks", "2"], 3) == (None, of_environment)
+
+
 @pytest.mark.parametrize(
     "variables, message",
     [
