@@ -22,6 +22,7 @@ from torchtitan.planner.plan import Plan, Workload
 from torchtitan.planner.time.measured_runs import usual_calibration
 from torchtitan.planner.time.messages import Links
 from torchtitan.planner.time.step_time import StepTimer
+from torchtitan.planner.time.traffic import SECOND_SHARDS
 from torchtitan.process.workers import WorkerEnded
 
 GIB = 2**30
@@ -215,7 +216,7 @@ def seconds_of_messages(jobs):
     return seconds
 
 
-AXES = {"dp_shard": "fsdp", "efsdp": "fsdp", "dp_replicate": "replicas"}
+AXES = dict.fromkeys(("dp_shard", "efsdp", *SECOND_SHARDS), "fsdp") | {"dp_replicate": "replicas"}
 BASE = ["--job.config_file=llama3_8b", "--model.tokenizer_path=bytes", "--model.overrides={n_layers = 4}"]
 FULL, LORA = ["--activation_checkpoint.mode=full"], ["--adapter.kind=lora", "--adapter.rank=16"]
 MESSAGES = {
@@ -231,7 +232,7 @@ MESSAGES = {
 def test_the_planner_has_the_messages_of_the_rehearsal():
     """Of the jobs above, and of ten that nobody chose, whose models are small or of few layers."""
     jobs = [(ranks, [*BASE, *options]) for ranks, options in MESSAGES.values()]
-    drawn = [message_plan(1, number) for number in range(10)]
+    drawn = [message_plan(31, number) for number in range(10)]
     results = run_alone(seconds_of_messages, [*jobs, *drawn])
     for name, (rehearsed, formula) in zip([*MESSAGES, *drawn], results, strict=True):
         assert formula == pytest.approx(rehearsed, rel=0.1), name

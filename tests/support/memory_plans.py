@@ -40,6 +40,12 @@ MOST_PASSES = 12
 RECOMPUTE = (("none", "op"), ("full", "op"), ("selective", "op"), ("selective", "2"))
 ADAPTED_MODELS = (("llama3", "8B"), ("llama3", "70B"), ("llama3.2", "1B"), ("qwen3", "8B"), ("llama2", "7B"))
 CP_METHODS = ("allgather", "ulysses", "alltoall")
+FSDP_MESSAGES = {
+    "fsdp_quantized_gather": (None, None, "int8"),
+    "fsdp_quantized_reduce": (None, None, "int8", "int4"),
+    "fsdp_reshard_after_forward": (None, None, "never", 2, 8),
+}
+"""Options of FSDP's messages; None: by default."""
 TARGETS = ('["all-linear"]', '["*.wq","*.wv"]', '["*attention*"]', '["*feed_forward*"]')
 OPTIMIZERS = (
     ("AdamW", "", ""),
@@ -93,6 +99,9 @@ def message_plan(seed: int, index: int) -> tuple[int, list[str]]:
                 break
         if values["parallelism.context_parallel_degree"] == "2":
             arguments.append(f"--parallelism.context_parallel_rotate_method={chooser.choice(CP_METHODS)}")
+        for name, choices in FSDP_MESSAGES.items():
+            if (choice := chooser.choice(choices)) is not None:
+                arguments.append(f"--parallelism.{name}={choice}")
         return ranks, arguments
 
     return _first_legal(f"messages {seed}/{index}", propose)

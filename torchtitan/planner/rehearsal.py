@@ -40,7 +40,7 @@ from torchtitan.parallelisms.context_parallel import ContextParallelAttention
 from torchtitan.parallelisms.parallel_model import Batch, ParallelModel
 from torchtitan.parallelisms.sequence_layout import Tokens, all_parts, replace_parts
 from torchtitan.planner.memory.live_tensors import ACTIVATIONS, BACKWARD, Bytes, FakeValues, LiveTensors
-from torchtitan.planner.time.traffic import FewMicrobatches, Group, Traffic, axes_of
+from torchtitan.planner.time.traffic import INNER, OUTER, FewMicrobatches, Group, Traffic, axes_of
 from torchtitan.process import workers
 from torchtitan.process.host import host
 from torchtitan.process.ranks import Ranks
@@ -259,8 +259,8 @@ class Rehearsal:
         if not isinstance(size, bool):
             ranks = dist.get_process_group_ranks(shards.get_group(shards.ndim - 1))
             first = ranks.index(dist.get_rank()) // size * size
-            axes["inner shards"] = tuple(ranks[first : first + size])
-            axes["outer shards"] = tuple(ranks[ranks.index(dist.get_rank()) % size :: size])
+            axes[INNER] = tuple(ranks[first : first + size])
+            axes[OUTER] = tuple(ranks[ranks.index(dist.get_rank()) % size :: size])
         return axes
 
 

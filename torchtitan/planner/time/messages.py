@@ -414,8 +414,9 @@ class MessageTimer:
             return message, message
         size = b * tokens * widths * getattr(args, "num_kv_heads", args.n_heads) / plan.tp
         if plan.cp_method in RINGS:
-            message = links.send(size * (plan.cp - 1), plan.tp * plan.cp, plan.cp - 1)
-            return message, message.times(3)  # their gradients too, in float32
+            hops, extent = plan.cp - 1, plan.tp * plan.cp
+            message, gradients = (links.send(part * hops, extent, hops) for part in (size, size * FLOAT32 / b))
+            return message, message.and_then(gradients)
         size *= plan.cp
         return links.gather(size, plan.cp, plan.tp), links.exchange(size, plan.cp, plan.tp)
 
@@ -493,8 +494,9 @@ class MessageTimer:
         has_experts = weights.experts > 0
         loads = stages * has_experts * (1 + (getattr(args, "aux_loss_weight", 0) > 0))
         size = INT64 * weights.blocks * getattr(args, "n_experts", 0) * has_experts
+        axis = "fsdp" if plan.shards > 1 else "cp"  # the same ranks
         return {
-            "fsdp": links.all_reduce(FLOAT32 + size, shards, plan.tp, 1 + (plan.tp > 1) + loads),
+            axis: links.all_reduce(FLOAT32 + size, shards, plan.tp, 1 + (plan.tp > 1) + loads),
             "tp": links.all_reduce(FLOAT32 + size, plan.tp, 1, 1 + loads),
             "replicas": links.all_reduce(size, plan.replicas, plan.tp * shards, loads),
             "pp": links.all_reduce(FLOAT32, plan.pp, plan.gpus // plan.pp),

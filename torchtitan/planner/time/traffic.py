@@ -40,6 +40,8 @@ KINDS = {
     "c10d::recv_": ("receive", 0),
     "c10d::barrier": ("barrier", 0),
 }
+SECOND_SHARDS = INNER, OUTER = "inner shards", "outer shards"
+"""Names of FSDP's groups with second shards: those that share one, and those with the same part of it."""
 SILENT = ("_c10d_functional::wait_tensor", "_c10d_functional::_wrap_tensor_autograd")
 Group = tuple[int, ...]
 """Global ranks of a process group."""
@@ -93,7 +95,7 @@ class Traffic(OperatorMode):
         if peers:
             peer = group[args[2]] if kind in ("send", "receive") else None
             elements = sum(tensor.numel() for tensor in tensors)
-            by_fsdp = op.namespace == "c10d" and kind in ("all_gather", "reduce_scatter")
+            by_fsdp = op.namespace == "c10d" and kind in ("all_gather", "reduce_scatter", "all_to_all")
             self.exchanges.append(Exchange(kind, group, sent, tensors[0].dtype, elements, peer, by_fsdp))
 
     @staticmethod
@@ -108,12 +110,12 @@ class Traffic(OperatorMode):
 
         Of axes with the same ranks the last name counts, but for messages of FSDP its own.
         """
-        names = {tuple(ranks): axis for axis, ranks in (axes or {}).items()}
-        fsdp = (axes or {}).get("fsdp")
+        ranks_of = {axis: tuple(ranks) for axis, ranks in (axes or {}).items()}
+        names = {ranks: axis for axis, ranks in ranks_of.items() if axis not in SECOND_SHARDS}
+        fsdp_names = names | {ranks: axis for axis, ranks in ranks_of.items() if axis in ("fsdp", *SECOND_SHARDS)}
         sums: dict[tuple[str, Any], tuple[int, Fraction]] = defaultdict(lambda: (0, Fraction(0)))
         for exchange in self.exchanges:
-            is_fsdp = exchange.by_fsdp and exchange.group == fsdp
-            key = exchange.kind, "fsdp" if is_fsdp else names.get(exchange.group, exchange.group)
+            key = exchange.kind, (fsdp_names if exchange.by_fsdp else names).get(exchange.group, exchange.group)
             calls, sent = sums[key]
             sums[key] = calls + 1, sent + exchange.sent
         return dict(sums)
