@@ -12,8 +12,10 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 
 from tests.support.tiny_moe import ARGS, build_moe, tokens
 from torchtitan.core.random_draws import clean_name, initialize
+from torchtitan.models import SIZES
 from torchtitan.models.deepseek import DEEPSEEK
 from torchtitan.models.deepseek.model import Deepseek
+from torchtitan.models.moe import MoEDecoderArgs
 from torchtitan.models.moe import router as balance
 from torchtitan.models.moe.router import Router
 
@@ -211,6 +213,14 @@ def test_the_auxiliary_loss_does_not_depend_on_microbatches_or_the_ranks_of_a_se
     halves, sum_of_losses = gradient(x.chunk(2, dim=1), counts)
     torch.testing.assert_close(halves, full_batch)
     torch.testing.assert_close(sum_of_losses, loss)
+
+
+@pytest.mark.parametrize("family", [*SIZES])
+def test_a_mean_over_layers_with_experts_has_some(family):
+    """Families whose factor divides by their number have experts in all layers."""
+    for args in SIZES[family].values():
+        if getattr(args, "mean_aux_loss", False):
+            assert type(args).expert_layers is MoEDecoderArgs.expert_layers and args.expert_layers == args.n_layers > 0
 
 
 def test_the_auxiliary_loss_needs_its_scale():
