@@ -61,10 +61,10 @@ def test_a_crash_on_any_machine_restarts_all_from_the_last_save(tmp_path):
     )
     (code_0, out_0, err_0), (code_1, out_1, err_1) = wait_for_all(start_machines(program, tmp_path))
     assert (code_0, code_1) == (0, 0)
-    assert out_0 == out_1 == "rank 1 was ended by SIGKILL\n" and err_1 == out_1
+    assert out_0 == out_1 == f"rank 1 on {socket.gethostname()} was ended by SIGKILL\n" and err_1 == out_1
     assert err_0 == (
-        "restart 1 of 3 in 0.01 s: rank 1 was ended by SIGKILL after step 7; going on from step 5, so that 2 steps are "
-        "done again\n"
+        f"restart 1 of 3 in 0.01 s: {out_0.strip()} after step 7; going on from step 5, so that 2 steps are done "
+        "again\n"
     )
 
 
@@ -651,6 +651,14 @@ def test_the_most_informative_exit_report_wins(reports, code, cause):
     end = combine_reports(reports, Path("unused"))
     assert (end.code, end.cause) == (code, cause)
     assert combine_reports(reports[::-1], Path("unused")).code == code
+
+
+def test_a_reason_that_all_machines_have_is_of_no_rank():
+    reports = [
+        ExitReport(4, end_reason=reason, end_by=f"rank {rank}") for rank, reason in enumerate(("nan", "nan", "no"))
+    ]
+    assert combine_reports(reports[:2], Path("unused")).end_by == ""
+    assert combine_reports(reports[1:], Path("unused")).end_by == "rank 1"
 
 
 def test_a_silent_machine_is_not_waited_for_for_ever(queue, monkeypatch, tmp_path):

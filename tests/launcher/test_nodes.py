@@ -160,7 +160,7 @@ def test_a_rank_killed_on_one_machine_restarts_both_to_the_same_bits(tmp_path):
     (code_0, out_0, err_0), (code_1, _, err_1) = (jobs.finish(machine) for machine in machines)
     assert (code_0, code_1) == (0, 0) and all(map(has_ended, ranks)), (err_0, err_1)
     assert out_0.count("preflight  2 ranks on 1 host agree; sum along dp_shard ") == 2  # of both starts
-    assert "restart 1 of 3" in err_0 and err_1 == "rank 1 was ended by SIGKILL\n"
+    assert "restart 1 of 3" in err_0 and err_1 == f"rank 1 on {socket.gethostname()} was ended by SIGKILL\n"
     rows = jobs.logged_steps(tmp_path / "run")
     uninterrupted = run_ranks(2, jobs.train, jobs.arguments(tmp_path / "straight", texts, **options))[0][0]
     assert [row["step"] for row in rows] == list(range(1, 51))

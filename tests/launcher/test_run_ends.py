@@ -4,6 +4,7 @@ The rank is a program of a few lines here.
 """
 
 import signal
+import socket
 
 import pytest
 
@@ -24,21 +25,23 @@ restarts.FIRST_PAUSE_SECONDS, hangs.ANSWER_SECONDS = 0.01, 0.2
 {patch}
 monitor.FOLLOW_SECONDS = monitor.POLL_SECONDS = 0.1
 launch.PROGRAM = (sys.executable, "-c", sys.argv.pop(1))
-exit_with(lambda: launch.main(["1", *sys.argv[1:]]))
+exit_with(lambda: launch.main(["{ranks}", *sys.argv[1:]]))
 """
 RUN_END = """
-from torchtitan.metrics.run_end import RunEnd
+from torchtitan.metrics.run_end import PEER_GONE, RunEnd
 def pass_on(code, *fields):
     RunEnd(code, *fields).pass_on(ranks.launcher.end)
     sys.exit(code)
 """
 
 
-def start(folder, program, environment=None, patch="", **options):
-    """Start a launcher with one rank, a program of a few lines. `patch`: executed in the launcher before its start."""
+def start(folder, program, environment=None, patch="", ranks=1, **options):
+    """Start a launcher of ranks with a program of a few lines. `patch`: executed in the launcher before its start."""
     argv = jobs.arguments(folder / "run", jobs.write_texts(folder, 2), training__local_batch_size=4, **options)
     arguments = (RANK + RUN_END + program, *argv)
-    started.append(Program(LAUNCH.format(patch=patch), *arguments, folder=jobs.ROOT, environment=environment))
+    started.append(
+        Program(LAUNCH.format(patch=patch, ranks=ranks), *arguments, folder=jobs.ROOT, environment=environment)
+    )
     return started[-1]
 
 
@@ -82,6 +85,20 @@ def test_every_cause_is_recorded_once_with_the_exit_code(name, tmp_path):
     code, out, err = finish(tmp_path, program, **options)
     assert ends(tmp_path) == [expected], (out, err)
     assert code == expected[2]
+
+
+@pytest.mark.parametrize(
+    "program, expected",
+    [
+        ("pass_on(1, '', 'no' if ranks.rank else PEER_GONE)", (3, "crashed", 1, "rank 1: no")),
+        ("time.sleep(9) if ranks.rank else pass_on(2, 'data', 'no more')", (3, "data", 2, "rank 0: no more")),
+        ("pass_on(4, '', 'loss is nan')", (3, "bad step", 4, "loss is nan")),
+    ],
+)
+def test_the_rank_that_fails_is_named_unless_all_do(program, expected, tmp_path):
+    without_forks = "forking = launch.Processes; launch.Processes = lambda *given: forking(*given[:-1])"
+    _, out, err = finish(tmp_path, f"tell('train', 4)\n{program}", patch=without_forks, ranks=2)
+    assert ends(tmp_path) == [expected], (out, err)
 
 
 def test_a_hang_is_recorded_with_the_rank_behind(tmp_path):
@@ -136,7 +153,10 @@ FOLLOWS = "tell('train', 4)\nif ranks.rank == 0: wait()\npass_on(2, 'data', 'no 
 
 @pytest.mark.parametrize(
     "program, expected",
-    [(FOLLOWS, (3, "data", 2, "no more")), ("tell('end', 4); pass_on(0)", (4, "finished", 0, ""))],
+    [
+        (FOLLOWS, (3, "data", 2, f"rank 1 on {socket.gethostname()}: no more")),
+        ("tell('end', 4); pass_on(0)", (4, "finished", 0, "")),
+    ],
 )
 def test_several_machines_leave_one_record_with_the_first_cause(program, expected, tmp_path):
     head = dict(NNODES="2", HEAD_ADDR="127.0.0.1", HEAD_PORT=str(free_port()))

@@ -17,7 +17,7 @@ from types import CodeType, ModuleType, TracebackType
 from torchtitan.core.errors import JobError, wrap_lines
 from torchtitan.core.machine_errors import MachineError
 from torchtitan.launcher.hangs import write_stacks_on_request
-from torchtitan.metrics.run_end import RunEnd, read_end
+from torchtitan.metrics.run_end import PEER_GONE, RunEnd, read_end
 from torchtitan.process.exit import (
     CRASHED,
     INTERRUPTED,
@@ -126,8 +126,8 @@ def _explained_code(error: Exception, ranks: Ranks) -> int | None:
         print_error(wrap_lines(error))
         end = RunEnd(REFUSED if isinstance(error, JobError) else CRASHED, reason=str(error))
     elif failure_kind(error) == "peer":
-        print_error(f"another rank is gone: {str(error).splitlines()[0]}")
-        end = RunEnd(CRASHED, reason="another rank is gone")
+        print_error(f"{PEER_GONE}: {str(error).splitlines()[0]}")
+        end = RunEnd(CRASHED, reason=PEER_GONE)
     if end is None:
         return None
     if ranks.launcher is not None:  # an engine that could not be built has not done so

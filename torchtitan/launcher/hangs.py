@@ -382,6 +382,8 @@ class ExitReport:
     """Cause of the end (metrics/run_end.py), if the rank knows it better than its exit code tells."""
     end_reason: str = ""
     """The reason that the rank has passed on."""
+    end_by: str = ""
+    """This rank, as in "rank 3 on host"; empty if all ranks have the reason."""
 
     @property
     def is_final(self) -> bool:
@@ -398,6 +400,7 @@ def combine_reports(reports: Sequence[ExitReport], folder: Path) -> ExitReport:
         first,
         cause=cause,
         rank=rank,
+        end_by="" if len(reports) > 1 and len({report.end_reason for report in reports}) == 1 else first.end_by,
         reached=max(report.reached for report in reports),
         asked=any(report.asked for report in reports),
         done=all(report.done for report in reports),

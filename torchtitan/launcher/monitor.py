@@ -13,7 +13,7 @@ from torchtitan.launcher.hangs import AwakeClock, Evidence, ExitReport, HangLimi
 from torchtitan.launcher.messages import Collect, Failed, Follow, Hung, Message, Stop
 from torchtitan.launcher.multi_node import Coordinator, Worker
 from torchtitan.launcher.processes import Processes, RankExit, SignalQueue, StopRequests
-from torchtitan.metrics.run_end import RunEnd
+from torchtitan.metrics.run_end import PEER_GONE, RunEnd
 from torchtitan.process.exit import CRASHED, EXPLAINED, HUNG, NOT_EXPORTED, REPORTED_BY_FIRST_RANK, STOPPED
 from torchtitan.process.heartbeat import TRAINED, WITHOUT_STATE, Activity
 from torchtitan.process.run_log import print_error, print_message
@@ -160,9 +160,7 @@ class RankMonitor:
     def exit_report(self, code: int) -> ExitReport:
         """Return how the ranks ended, for the coordinator."""
         first = self.first_failure()
-        ends = [rank_exit.end for rank_exit in self.processes.exits if rank_exit.end is not None]
-        ends = [end for end in ends if end.code == code] or [RunEnd(code)]
-        end = next((end for end in ends if end.reason), ends[0])  # some ranks only follow another one
+        end, end_by = self.first_end(code)
         return ExitReport(
             code,
             str(first) if first else "",
@@ -176,7 +174,20 @@ class RankMonitor:
             evidence=self.hang_evidence,
             end_cause=end.cause,
             end_reason=end.reason,
+            end_by=end_by,
         )
+
+    def first_end(self, code: int) -> tuple[RunEnd, str]:
+        """Return the end that best says why ranks ended with this code, and which of them it is of; "" if of all."""
+        ends = [(rank_exit.end, rank_exit.name) for rank_exit in self.processes.exits if rank_exit.end is not None]
+        ends = [(end, name) for end, name in ends if end.code == code]
+        if not ends:
+            return RunEnd(code), ""
+        # some ranks only follow another one
+        end, name = min(ends, key=lambda entry: entry[0].reason in ("", PEER_GONE))
+        alike, ranks = sum(other.reason == end.reason for other, _ in ends), len(self.processes.rank_files)
+        is_of_all = not end.reason or (alike == ranks and (ranks > 1 or self.processes.world_size == 1))
+        return end, "" if is_of_all else name
 
     def all_in_phase(self, *phases: str) -> bool:
         """Return True if the last phase that every rank of this machine reported is one of these."""

@@ -45,6 +45,15 @@ class RankExit:
     """The end that the rank has passed on."""
     before_fork: bool = False
     """True if it is the process that failed from which all ranks of this machine were to be forked."""
+    host: str = ""
+    """Name of its machine, of a run on several."""
+
+    @property
+    def name(self) -> str:
+        name = f"rank {self.rank}"
+        if self.before_fork:
+            name = "the process that imports torch for all ranks of this machine"
+        return f"{name} on {self.host}" if self.host else name
 
     @property
     def exit_code(self) -> int:
@@ -57,10 +66,7 @@ class RankExit:
         )
         if -self.code == signal.SIGBUS:
             outcome += " (a file of its data, mapped into memory, cannot be read or was cut; see dmesg)"
-        name = f"rank {self.rank}"
-        if self.before_fork:
-            name = "the process that imports torch for all ranks of this machine"
-        return f"{name} {outcome}"
+        return f"{self.name} {outcome}"
 
 
 class RankFiles:
@@ -150,9 +156,9 @@ class Processes:
             if code is not None:
                 before_fork = isinstance(process, ForkedRank) and not process.is_forked
                 end = read_end(self.rank_files[rank].end.read())
-                newly_ended.append(
-                    RankExit(self.first_rank + rank, code, self.progress[rank], time.monotonic(), end, before_fork)
-                )
+                host = socket.gethostname() if self.nodes.count > 1 else ""
+                activity, at = self.progress[rank], time.monotonic()
+                newly_ended.append(RankExit(self.first_rank + rank, code, activity, at, end, before_fork, host))
                 del self.running[rank]
         newly_ended.sort(
             key=lambda rank_exit: rank_exit.code >= 0

@@ -90,7 +90,8 @@ def supervise(
 
 def _end(report: ExitReport, reached: int | None, code: int | None = None) -> RunEnd:
     """Return the end of a run whose ranks ended as reported. `code`: another exit code than theirs."""
-    reason = report.end_reason or (report.cause if report.code not in STOPPED else "")
+    reason = f"{report.end_by}: {report.end_reason}" if report.end_by else report.end_reason
+    reason = reason or (report.cause if report.code not in STOPPED else "")
     if code is None or code == report.code:
         return RunEnd(report.code, report.end_cause, reason, reached)
     return RunEnd(code, reason=reason, step=reached)

@@ -40,6 +40,8 @@ CAUSES = {
 }
 """Exit code -> cause. A signal's code is "stopped" if the run handles the signal, else "killed"."""
 _UNREADABLE = (OSError, JobError, MachineError)
+PEER_GONE = "another rank is gone"
+"""Reason of a rank that only follows another one."""
 EARLY_STOP, NOTHING_LEFT, DATA = "early stop", "nothing left to train", "data"
 """Causes that a rank knows better than its exit code tells: 0, 0, and 2."""
 LONGEST_REASON = 2000

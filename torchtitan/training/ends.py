@@ -12,7 +12,7 @@ from torchtitan.guards import BadStep, NothingToLearn, ReplicasDiffer
 from torchtitan.launcher.processes import StopRequests
 from torchtitan.launcher.rank import wait_for_reporting_rank
 from torchtitan.metrics.device import describe_memory
-from torchtitan.metrics.run_end import DATA, EARLY_STOP, NOTHING_LEFT, RunEnd
+from torchtitan.metrics.run_end import DATA, EARLY_STOP, NOTHING_LEFT, PEER_GONE, RunEnd
 from torchtitan.process.exit import (
     CRASHED,
     DIFFERING,
@@ -103,8 +103,8 @@ def _log_failure(error: Exception, trainer: Any, ranks: Ranks) -> RunEnd | None:
         logger.error("out of memory: %s\n%s", error, memory)
         return RunEnd(OUT_OF_MEMORY, reason=str(error))
     if kind == "peer":  # that rank and the launcher report its end
-        logger.error("another rank is gone: %s", str(error).splitlines()[0])
-        return RunEnd(CRASHED, reason="another rank is gone")
+        logger.error("%s: %s", PEER_GONE, str(error).splitlines()[0])
+        return RunEnd(CRASHED, reason=PEER_GONE)
     return None
 
 
