@@ -1,6 +1,7 @@
 """Low-rank pairs of experts: outputs, gradients and folders are those of peft on the stacks of transformers 5."""
 
 import json
+from dataclasses import replace
 from types import SimpleNamespace
 
 import pytest
@@ -19,7 +20,7 @@ from tests.support.judged import lines
 from tests.support.low_rank_adapters import adapter_tensors, moved_model, plain_copy
 from torchtitan.adapters import peft_folder
 from torchtitan.adapters.low_rank import LoRASettings, LowRankExperts
-from torchtitan.adapters.targets import is_expert_stack, layer_of
+from torchtitan.adapters.targets import is_expert_stack, layer_of, unreadable_by_peft
 from torchtitan.config.sections.model import Adapter as Options
 from torchtitan.core.errors import JobError
 from torchtitan.models import family_for_model_type
@@ -176,6 +177,42 @@ def test_peft_reads_the_folder_and_computes_the_same(tmp_path, family):
     shapes = {name: tuple(tensor.shape) for name, tensor in tensors.items()}
     state = peft_folder.load(tmp_path, options, form, shapes)
     assert state.keys() == tensors.keys() and all(torch.equal(state[name], t) for name, t in tensors.items())
+
+
+DORA = ["deepseek_v3", "qwen3_next", "afmoe", "qwen2_moe"]
+
+
+@pytest.mark.parametrize("model_type", DORA)
+def test_peft_reads_the_dora_of_linears_that_it_takes_for_no_experts(tmp_path, model_type):
+    """Of all others it refuses the folder: then they are no longer to be left out."""
+    args, family = BY_MODEL_TYPE[model_type], family_for_model_type(model_type)
+    names = [name for name in linears(args) if name.startswith("layers.") and not is_expert_stack(name)]
+    options = Options(kind="dora", rank=3, alpha=5.0, target=names)
+    refused = unreadable_by_peft(family, names, options)
+    assert bool(refused) == (family != "qwen2_moe")
+    hf = MODELS[family].hf
+    config, form = hf.config_to_hf(args), hf.tensor_map(args).within("model.")
+    for target in ([name for name in names if name not in refused], refused[-1:]):
+        if not target:
+            continue
+        chosen = replace(options, target=target)
+        model, adapter = moved_model(family, args, chosen)
+        peft_folder.save(tmp_path, adapter_tensors(model, adapter), chosen, form, "base")
+        plain = plain_copy(model, adapter, family)
+        base = twin(peer_class(config), type(AutoConfig.for_model(**config)), plain, hf).eval()
+        if target == refused[-1:]:
+            with pytest.raises(ValueError, match="use_dora=True|fused into gate_up_proj"):
+                PeftModel.from_pretrained(base, tmp_path)
+            continue
+        with torch.no_grad():
+            assert close(model(TOKENS), PeftModel.from_pretrained(base, tmp_path).eval()(TOKENS).logits, 2e-5)
+
+
+def test_a_folder_that_peft_would_refuse_is_refused_before_training(anywhere):
+    job = ["--model.name=afmoe", "--adapter.kind=dora", "--adapter.rank=8", "--adapter.last_save_in_peft"]
+    (line,) = [line for line in lines(*job) if "peft" in line]
+    assert 'false with adapter.kind = "dora" of layers.*.attention.wg, layers.*.feed_forward.w1, ' in line
+    assert not [line for line in lines(*job, '--adapter.target=["*attention.w[qkvo]"]') if "peft" in line]
 
 
 @pytest.mark.parametrize("model_type", BY_MODEL_TYPE)

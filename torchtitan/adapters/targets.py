@@ -28,6 +28,13 @@ LARGEST_BLOCK, SMALLEST_BLOCK = 64, QUANTIZED_MULTIPLES["qlora"]
 LINEAR_ONLY_KINDS = ("dora",)
 """Kinds that do not support stacks of experts."""
 
+PEFT_EXPERTS = dict.fromkeys(
+    ("deepseek", "glm4_moe", "glm4_moe_lite", "qwen3_next", "afmoe"), ("*feed_forward.w?", "*shared_experts.w?")
+)
+PEFT_EXPERTS["afmoe"] += ("*attention.wg",)
+"""Families -> linears with the last names of experts in Hugging Face (gate_proj, up_proj, down_proj): peft 0.21 takes
+them for experts, of which it has no DoRA."""
+
 
 class Misfit(NamedTuple):
     """An option that does not fit the model."""
@@ -55,6 +62,14 @@ def target_linears(linears: Iterable[str], options: Options) -> list[str]:
         for name in linears
         if any(_matches(name, pattern) for pattern in options.target)
         and (not options.layers or layer_of(name) in options.layers)
+    ]
+
+
+def unreadable_by_peft(family: str, linears: Iterable[str], options: Options) -> list[str]:
+    """Return the linears with an adapter that peft refuses to read."""
+    patterns = PEFT_EXPERTS.get(family, ()) if options.kind == "dora" else ()
+    return [
+        name for name in target_linears(linears, options) if any(fnmatchcase(name, pattern) for pattern in patterns)
     ]
 
 

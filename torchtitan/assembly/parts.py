@@ -1,6 +1,7 @@
 """Build the parts of a job: model, adapter, optimizers, schedulers, checkpointer. Only this package builds parts."""
 
 import dataclasses
+import logging
 from collections.abc import Callable
 from inspect import signature
 from pathlib import Path
@@ -13,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from torchtitan.adapters import ADAPTERS, NONE
 from torchtitan.adapters.interface import Adapter, Unfrozen
+from torchtitan.adapters.targets import unreadable_by_peft, with_wildcards
 from torchtitan.checkpoint import Checkpointer, TrainerHooks
 from torchtitan.checkpoint.layout import MODEL
 from torchtitan.checkpoint.loading import NO_HEADS, Heads
@@ -34,6 +36,7 @@ from torchtitan.models.hf.names import TensorMap
 from torchtitan.models.hf.save import build_extra_files, read_source
 from torchtitan.models.hf.wrappers import memory_prefix
 from torchtitan.models.layers import use_float8
+from torchtitan.models.sizes import linears
 from torchtitan.models.spec import MODELS, ModelSpec
 from torchtitan.optimizers.build import Optimizers, build_optimizers
 from torchtitan.optimizers.spec import SHARED
@@ -42,6 +45,8 @@ from torchtitan.parallelisms.parallel_model import ParallelModel
 from torchtitan.parallelisms.parallelize import ParallelOptions
 from torchtitan.parallelisms.pipeline.pipeline_parallel import PipelineOptions
 from torchtitan.parallelisms.plan import ParallelPlan
+
+logger = logging.getLogger(__name__)
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -111,6 +116,8 @@ def peft_tensors(model: JobModel, installed: Adapter) -> dict[str, torch.Tensor]
 
 
 def save_peft(model: JobModel, folder: Path, installed: Adapter, tensors: dict[str, torch.Tensor]) -> None:
+    if refused := unreadable_by_peft(model.model.name, linears(model.args), model.adapter):
+        logger.warning("peft refuses a DoRA of %s; --merge writes the whole model", ", ".join(with_wildcards(refused)))
     installed.write_folder(folder, peft_map(model), tensors, model.initial_load_path or "")
 
 

@@ -16,6 +16,7 @@ from torchtitan.adapters.targets import (
     quantization_block,
     quantized_stacks,
     target_linears,
+    unreadable_by_peft,
     with_wildcards,
 )
 from torchtitan.config.options import Fault, show
@@ -167,6 +168,12 @@ def adapter_folders_fit(facts: Facts) -> Iterator[Fault]:
         if options.last_save_in_peft and getattr(options, name):
             remedy = "its folder can only hold low-rank matrices; keep checkpoints, or merge the adapter"
             yield facts.fault("adapter.last_save_in_peft", f"false with adapter.{name}", remedy)
+    if options.last_save_in_peft:
+        refused = unreadable_by_peft(facts.config.model.name, linears(facts.model.args), options)
+        if refused:
+            allowed = f'false with adapter.kind = "dora" of {", ".join(with_wildcards(refused))}'
+            reason = "peft takes them for experts by their names, without DoRA: leave them out of adapter.target"
+            yield facts.fault("adapter.last_save_in_peft", allowed, reason)
 
 
 def _adapter_is_of_this_kind(facts: Facts, folder: Path) -> Iterator[Fault]:
