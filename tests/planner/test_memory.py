@@ -175,6 +175,16 @@ GEMMA = [
 OF_8 = ["--training.seq_len=2048", "--training.local_batch_size=1", f"{SHARDS}8", "--activation_checkpoint.mode=none"]
 CAPPED = ["--model.name=gemma2", "--model.flavor=9B", "--model.overrides={n_layers=3}", *OF_8]
 CLAMPED = ["--model.name=gpt_oss", "--model.flavor=20B", "--model.overrides={n_layers=2}", *OF_8]
+
+
+def rounded_plan(weights, inputs, *options, tp=1, words=128256):
+    """Return a job of quantization-aware training whose peak is in the head's backward, or in a feed-forward's."""
+    model = ["--model.name=llama3", "--model.flavor=8B", f"--model.overrides={{n_layers=2, vocab_size={words}}}"]
+    formats = [f"--qat.weight_dtype={weights}", f"--qat.activation_dtype={inputs}"]
+    plan = [f"{SHARDS}4", f"--parallelism.tensor_parallel_degree={tp}", "--activation_checkpoint.mode=full"]
+    return 4 * tp, [*model, *formats, *plan, "--model.tokenizer_path=bytes", "--training.local_batch_size=1", *options]
+
+
 SMALL = [
     *("--model.name=llama3", "--model.flavor=8B", "--model.overrides={n_layers=5}", "--training.seq_len=4096"),
     *("--model.tokenizer_path=bytes", "--training.local_batch_size=2", f"{SHARDS}4"),
@@ -208,6 +218,11 @@ SAMPLES = {
     "last blocks": [memory_plan(1, index) for index in (78, 72)],
     "stages": [*(memory_plan(1, index) for index in (28, 60, 127, 132, 149, 154, 187)), memory_plan(2, 0)],
     "loss": [memory_plan(1, index) for index in (23, 34)],
+    "rounded operands": [
+        rounded_plan("int4", "int8", "--training.seq_len=2048", "--training.loss_chunks=1"),
+        rounded_plan("nvfp4", "nvfp4", "--training.seq_len=2048", "--training.loss_chunks=4"),
+        rounded_plan("int8", "int8", "--training.seq_len=8192", "--training.loss_chunks=32", tp=2, words=2048),
+    ],
 }
 """Random plans. The last two dense ones: GPipe, accumulated gradients. With experts: GPipe with tensor parallel,
 experts that no other rank has, and fewer experts than shards. Peaks in the reduction of a unit: of a block while one
@@ -216,7 +231,7 @@ them, of which the first gathers no other in backward; experts that replicas gat
 live through backward; weight gradients that wait; gathered on one shard; no gradients before all forwards of a stage;
 reduced one after the other; unequal ones in flight; the backward of the second loss in chunks; experts that tensor-
 parallel ranks add in the end. Loss: three gradients of a tied head; the head's gathered buffer lives until the end of
-forward."""
+forward. Rounded operands: of the head, of its chunks, of a feed-forward's last matrix."""
 
 
 @pytest.mark.parametrize("kind", SAMPLES)

@@ -260,7 +260,9 @@ class RankSizes(RankWeights):
         if STACK in linears:
             dense, experts = self.weights[layer]
             attention = self._activations(layer) - self._feed_forward(layer) + self._attention_work
-            attention += b * (dense + experts * (self.layout.ep == 1))
+            attention += b * (dense + experts * (self.layout.ep == 1)) + self._fake_quantized_linears(
+                layer, "attention"
+            )
             summed = b * (
                 dense + experts + self.experts_summed(layer) * (not self.in_pipeline)
             )  # a pipeline sums later
@@ -274,6 +276,9 @@ class RankSizes(RankWeights):
             gated = b * width * self._frozen_gate(linears, self.base)
         products = sum(self.weights[layer]) * b
         attention = products - self._feed_forward(layer) + self._attention_work
+        attention += self._fake_quantized_linears(layer, "attention")
+        if rounded := self._fake_quantized_linears(layer, "feed_forward"):
+            gated = max(gated, b * width * (self.tokens + args.dim) + rounded)
         needed = max(products + self.hidden, self._exchange)
         return max(extra + max(entering, gated, attention), needed - self.block_stored)
 
@@ -366,6 +371,34 @@ class RankSizes(RankWeights):
         """Return the bytes that the backward of a block needs before its experts."""
         return self._activations(layer) - self._feed_forward(layer) + 4 * self.args.dim * self.local_tokens
 
+    # Quantization-aware training (models/fake_quantized.py)
+
+    def _fake_quantized(self, outputs: float, inputs: float, tokens: float) -> float:
+        """Return the bytes that the backward of a linear adds with rounded operands: both, and where numbers can be
+        clipped also where they are not and the gradients without those, of the larger operand.
+        """
+        qat = self.job.config.qat
+        if qat.weight_dtype == "none":
+            return 0.0
+        b, clips = self.compute, qat.weight_dtype == "int8" or (qat.weight_dtype == "int4" and qat.inputs is not None)
+        rounded = b * (outputs * inputs + inputs * tokens * (qat.inputs is not None))
+        masks = outputs * inputs * clips + inputs * tokens * (qat.inputs == "int8")
+        masked = b * max(outputs * inputs * clips, inputs * tokens * (qat.inputs == "int8"))
+        return rounded + masks + masked
+
+    def _fake_quantized_linears(self, layer: int, prefix: str) -> float:
+        """Return the most bytes of `_fake_quantized` of a layer's linears whose names begin so."""
+        sizes = [
+            self._fake_quantized(
+                outputs / (self.tp if split_side(name) == 0 else 1),
+                inputs / (self.tp if split_side(name) == 1 else 1),
+                self.tokens,
+            )
+            for name, (outputs, inputs) in self.args.block_linears(layer).items()
+            if name.startswith(prefix) and name != STACK
+        ]
+        return max(sizes, default=0.0)
+
     # Loss
 
     @property
@@ -412,7 +445,7 @@ class RankSizes(RankWeights):
 
         Each logit exists in the type of the computation, in float32 and as a probability. In chunks the backward of
         each is part of the forward, after the gradients of those before it. The head's gradient is added by the
-        products, but with caps, which hide them, once it exists in float32 too.
+        products, but with caps or rounded operands, which hide them, once it exists in float32 too.
         """
         copies = 2 if self.loss_chunks == 1 else max(2, self._backward_copies)
         rows = math.ceil(self.tokens / self.loss_chunks)
@@ -422,8 +455,9 @@ class RankSizes(RankWeights):
         hidden = self.compute * self.args.dim
         forward = logits + hidden * (self.tokens - rows)
         backward = self.compute * self.trained_end + 2 * hidden * self.tokens  # gradients in that type
-        if self._cap:
-            backward += 4 * self.trained_end * (self.compute < 4)
+        rounded = self._fake_quantized(self.logits_width, self.args.dim, rows)
+        hides_products = self._cap > 0 or rounded > 0
+        backward += max(rounded, 4 * self.trained_end * (self.compute < 4) * hides_products)
         return 4 * self.trained_end + max(forward, backward)
 
     @property
@@ -431,7 +465,11 @@ class RankSizes(RankWeights):
         """Bytes of a loss during its backward: of the logits, or gradients from its chunks and their scaled copies."""
         if self.loss_chunks > 1:
             return self.loss_kept + self._rounded * (self.trained_end + self.args.dim * self.tokens)
-        return self.tokens * self.logits_width * (self._backward_copies * 4 + self._rounded + self._cap)
+        logits = self.tokens * self.logits_width
+        product = logits * self.compute + self.loss_retained * self.in_pipeline + self.compute * self.trained_end
+        rounded = self._fake_quantized(self.logits_width, self.args.dim, self.tokens)  # after the logits' backward
+        of_logits = logits * (self._backward_copies * 4 + self._rounded + self._cap)
+        return max(of_logits, (product + rounded) * (rounded > 0))
 
     @property
     def loss_retained(self) -> float:
