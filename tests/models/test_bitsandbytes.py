@@ -6,15 +6,17 @@ from contextlib import ExitStack
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import Shard
 
-from tests.support.hf_parity import build, refuse_folder, same, write_folder
+from tests.support.hf_parity import build, refuse_config, refuse_folder, same, write_folder
 from tests.support.pool import run_ranks
-from tests.support.tiny_decoders import QWEN3
+from tests.support.tiny_decoders import GPT2, QWEN3
 from torchtitan.adapters.quantized import QLoRA
+from torchtitan.models.gpt2.model import HF as GPT2_HF
+from torchtitan.models.hf import packed
 from torchtitan.models.hf.bitsandbytes import BitsAndBytes
 from torchtitan.models.hf.load import Shards
 from torchtitan.models.qwen3.model import HF, Qwen3
@@ -90,8 +92,9 @@ def test_the_bytes_of_bitsandbytes_are_its_numbers(tmp_path):
     assert float(numbers.square().sum()) == pytest.approx(91.862398, rel=1e-3)
 
 
-def test_slices_of_drawn_matrices(tmp_path):
+def test_slices_of_drawn_matrices(tmp_path, monkeypatch):
     """Blocks that cross rows, last blocks that are short, scales of scales, bytes stored as other types."""
+    monkeypatch.setattr(packed, "AT_ONCE", 200)
     draws = random.Random(1)
     torch.manual_seed(1)
     with ExitStack() as stack:
@@ -184,6 +187,7 @@ def test_a_matrix_in_4_bits_that_does_not_fit_is_reported(change, message, tmp_p
     refuse_folder(Qwen3, ARGS, HF, tmp_path, message)
 
 
+NORM = "model.layers.0.input_layernorm.weight"
 LAYOUT, ROWS = f"{NAME}_format", NAME.replace("weight", "SCB")
 
 
@@ -192,6 +196,7 @@ LAYOUT, ROWS = f"{NAME}_format", NAME.replace("weight", "SCB")
     [
         ({LAYOUT: torch.tensor(1, dtype=torch.uint8)}, f"{LAYOUT} is 1; allowed: 0, rows one after the other"),
         ({ROWS: torch.ones(3)}, rf"{ROWS} is \(3,\) of F32, the model's is"),
+        ({NORM.replace("weight", "SCB"): torch.ones(3)}, f"{NORM} is no matrix: the model's has shape"),
         ({ROWS: None}, f"{NAME} is in 4 bits of a form that is not read"),
         ({ROWS: None, LAYOUT: None}, f"{NAME} is stored as I8; readable are"),
         ({NAME: torch.ones(SHAPE)}, f"{NAME} is .* of F32, the model's is .* of I8"),
@@ -205,6 +210,24 @@ def test_a_matrix_in_8_bits_that_does_not_fit_is_reported(change, message, tmp_p
 def test_an_unknown_key_is_refused(tmp_path):
     write(tmp_path, 4, config={"bnb_4bit_order": "columns"})
     refuse_folder(Qwen3, ARGS, HF, tmp_path, "a key that this program does not know.*bnb_4bit_order = 'columns'")
+
+
+def test_gpt2_is_not_read():
+    """transformers packs the transposes of its matrices; a square one would be read as it is."""
+    message = "quant_method = 'bitsandbytes', which this model's weights are not read from; convert the weights to"
+    refuse_config(GPT2["words"], GPT2_HF, {"quantization_config": CONFIG}, message)
+
+
+def test_a_text_config_may_say_how_its_weights_are_packed(tmp_path):
+    expected, config = write(tmp_path), tmp_path / "config.json"
+    tensors = load_file(tmp_path / "model.safetensors")
+    renamed = {name.replace("model.", "model.language_model.", 1): tensor for name, tensor in tensors.items()}
+    save_file(renamed, tmp_path / "model.safetensors")
+    text = json.loads(config.read_text()) | {"model_type": "qwen3_vl_text"}
+    config.write_text(json.dumps({"model_type": "qwen3_vl", "text_config": text, "tie_word_embeddings": False}))
+    model = build(Qwen3, ARGS, seed=1)
+    HF.load_hf(tmp_path, model, ARGS)
+    assert same(model.state_dict(), expected)
 
 
 def test_qlora_packs_the_same_codes():

@@ -233,5 +233,5 @@ def test_fp8_matrices_need_a_quantization_config(tmp_path):
 @pytest.mark.parametrize("fmt", ["e4m3", "float8_e4m3fn"])  # of DeepSeek V3, and of MiniMax M2
 def test_the_published_quantization_config_is_read(fmt):
     published = {"activation_scheme": "dynamic", "fmt": fmt, "quant_method": "fp8", "weight_block_size": [128, 128]}
-    assert read_quantization({"quantization_config": published}) == Quantization("fp8", ((128, 128),))
+    assert read_quantization({"quantization_config": published}) == Quantization("fp8", ((128, 128),), ("F8_E4M3",))
     assert read_quantization({}) is None

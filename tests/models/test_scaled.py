@@ -14,6 +14,7 @@ from safetensors.torch import save_file
 
 from tests.support.hf_parity import build, refuse_config, refuse_folder, same, write_folder
 from tests.support.tiny_decoders import QWEN3
+from torchtitan.models.hf import packed
 from torchtitan.models.hf.load import Shards
 from torchtitan.models.hf.mxfp4 import VALUES
 from torchtitan.models.hf.quantization import Quantization, read_quantization
@@ -134,7 +135,8 @@ FORMS = {
 
 
 @pytest.mark.parametrize("form", FORMS)
-def test_slices_of_drawn_matrices(form, tmp_path):
+def test_slices_of_drawn_matrices(form, tmp_path, monkeypatch):
+    monkeypatch.setattr(packed, "AT_ONCE", 200)
     make, kind, block, config = FORMS[form]
     reader, draws = ScaledMatrices(read_quantization({"quantization_config": config})), random.Random(form)
     torch.manual_seed(0)
@@ -200,6 +202,13 @@ PACKED, SCALES = f"{NAME}_packed", f"{NAME}_scale"
             {f"{NAME}_shape": torch.tensor([32, 47])},
             r"_shape is \[32, 47\], the model's is \[32, 48\]",
         ),
+        ("4 bits, group", {f"{NAME}_shape": torch.tensor(32)}, r"_shape is 32, the model's is \[32, 48\]"),
+        ("8 bits, packed", {f"{NAME}_shape": None}, f"{NAME}_shape is missing"),
+        (
+            "float8, block",
+            {NAME: torch.ones(32, 48, dtype=torch.int8)},
+            f"{NAME} is stored as I8; by the quantization_config allowed are F8_E4M3",
+        ),
         ("4 bits, group", {f"{NAME}_zero_point": torch.ones(1)}, f"{NAME}_zero_point is not part of the model"),
         ("4 bits, group", {f"{NAME}_g_idx": torch.ones(1)}, f"{NAME}_g_idx is not part of the model"),
         ("float8, channel", {SCALES: torch.ones(32, 1).to(torch.int32)}, f"{SCALES} is stored as I32; readable are"),
@@ -226,6 +235,10 @@ ZEROS, ORDER = group((1, 16), 4, "int", symmetric=False), group((1, 16), 4, "int
     [
         (compressed_config("marlin-24", FOUR), "format = 'marlin-24'; allowed are float-quantized"),
         (compressed_config("pack-quantized", ZEROS), "group_0 has weights = .*allowed: symmetric ones"),
+        (compressed_config("pack-quantized", group((1, 16), 7, "int")), "group_0 has weights = .*of 4 or 8 bits"),
+        (compressed_config("mixed-precision", FOUR | {"format": "marlin-24"}), "format = 'marlin-24'; allowed are"),
+        (compressed_config("mixed-precision", FOUR), "format = 'mixed-precision'; allowed are"),
+        (compressed_config("pack-quantized", FOUR | {"format": ["int"]}), r"format = \['int'\]; allowed are"),
         (compressed_config("pack-quantized", FOUR, ORDER), "group_1 has weights = .*in the order of the columns"),
         (compressed_config("pack-quantized", group((1, 16), 4, "int", strategy="token")), "or block. Convert the"),
         (compressed_config("pack-quantized", group((1, 16), 4, "int", outliers=2)), "outliers = 2"),
@@ -252,6 +265,11 @@ def test_sizes_of_blocks_by_config():
     config = compressed_config(
         "mixed", group((1, 0), 8, "float"), group((128, 128), 8, "float"), format="naive-quantized"
     )
-    expected = Quantization("compressed-tensors", ((1, 0), (128, 128)))
+    expected = Quantization("compressed-tensors", ((1, 0), (128, 128)), ("F8_E4M3", "F8_E4M3"))
     assert read_quantization({"quantization_config": config}) == expected
-    assert read_quantization({"quantization_config": {"quant_method": "fp8"}}) == Quantization("fp8", ((128, 128),))
+    forms = [FOUR | {"format": "pack-quantized"}, group((1, 0), 8, "float") | {"format": "float-quantized"}]
+    expected = Quantization("compressed-tensors", ((1, 16), (1, 0)), ("I32", "F8_E4M3"))
+    assert read_quantization({"quantization_config": compressed_config("mixed-precision", *forms)}) == expected
+    assert read_quantization({"quantization_config": {"quant_method": "fp8"}}) == Quantization(
+        "fp8", ((128, 128),), ("F8_E4M3",)
+    )

@@ -20,7 +20,7 @@ from torchtitan.models.hf.config import (
     read_number,
     tensor_files,
 )
-from torchtitan.models.hf.quantization import MXFP4, read_quantization
+from torchtitan.models.hf.quantization import LINEAR_METHODS, REMEDY, read_quantization
 from torchtitan.models.hf.wrappers import OUTSIDE, check_outside, text_tensors
 
 logger = logging.getLogger(__name__)
@@ -50,7 +50,7 @@ class ConfigConverter:
     keys: DeclaredKeys  # of config.json, see hf/config_keys.py
     aliases: Mapping[str, str] = field(default_factory=dict)  # second name of a key -> the name that `from_hf` reads
     is_causal: bool = True
-    reads_mxfp4: bool = False  # matrices of experts may be packed, see hf/mxfp4.py
+    packed_methods: tuple[str, ...] = LINEAR_METHODS  # of weights in few bits that are read
     ignored_keys: frozenset[str] = frozenset()  # model.ignore_config_keys
     tied_tensors: tuple[tuple[str, str], ...] = (("embed_tokens.weight", "lm_head.weight"),)
     """Ends of the names of tensors of a folder and the names of their copies, of which the first pair is the
@@ -65,10 +65,10 @@ class ConfigConverter:
             raise JobError(f"model_type = {model_type!r}, but this model is {expected}")
         config = self._known_part(config)
         quantization = read_quantization(config)
-        if quantization and quantization.method == MXFP4 and not self.reads_mxfp4:
+        if quantization and quantization.method not in self.packed_methods:
             raise JobError(
-                "quantization_config has quant_method = 'mxfp4', which this model's weights are not read from; "
-                "convert them to bfloat16 first"
+                f"quantization_config has quant_method = {quantization.method!r}, which this model's weights are not "
+                f"read from; {REMEDY}"
             )
         args = self.from_hf(config)
         if (dropped := read_number(config, "attention_dropout", 0.0, null=0.0)) and not hasattr(

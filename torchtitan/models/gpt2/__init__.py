@@ -109,6 +109,7 @@ CONFIG = ConfigConverter(
     to_hf=_to_hf,
     from_hf=_from_hf,
     not_compared=NOT_COMPARED,
+    packed_methods=(),  # bitsandbytes packs the transposes of its matrices, which a square one does not show
     tied_tensors=(("wte.weight", "lm_head.weight"),),
     keys=config_keys(USED, harmless=(*SUMMARY, "n_ctx", "reorder_and_upcast_attn", "predict_special_tokens")),
     aliases={

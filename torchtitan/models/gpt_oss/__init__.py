@@ -21,6 +21,7 @@ from torchtitan.models.hf.config import (
 )
 from torchtitan.models.hf.config_keys import DECODER_KEYS, config_keys
 from torchtitan.models.hf.layer_kinds import every_nth, read_interval
+from torchtitan.models.hf.quantization import LINEAR_METHODS, MXFP4
 from torchtitan.models.moe import PLAIN_SOFTMAX, GroupedMoEArgs, check_exported
 from torchtitan.models.sizes import RopeScaling, check_positive
 
@@ -122,7 +123,7 @@ CONFIG = ConfigConverter(
     to_hf=_to_hf,
     from_hf=_from_hf,
     keys=config_keys(DECODER_KEYS | {*USED}),
-    reads_mxfp4=True,
+    packed_methods=(*LINEAR_METHODS, MXFP4),
     aliases={
         "num_experts": "num_local_experts",
         "experts_per_token": "num_experts_per_tok",

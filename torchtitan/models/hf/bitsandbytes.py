@@ -133,6 +133,8 @@ class BitsAndBytes(PackedFormat):
     @staticmethod
     def _faults_of_rows(name: str, shape: tuple[int, ...], tensors: TensorFiles) -> list[str]:
         scales, layout = row_names(name)
+        if len(shape) != 2:
+            return [f"{scales} is there, but {name} is no matrix: the model's has shape {shape}"]
         expected: dict[str, tuple[str, tuple[int, ...]]] = {name: ("I8", shape), scales: ("F32", shape[:1])}
         if layout in tensors.files:
             expected[layout] = ("U8", ())

@@ -34,7 +34,7 @@ from torchtitan.models.hf.config import (
 from torchtitan.models.hf.config_keys import INDEX_KEYS
 from torchtitan.models.hf.mxfp4 import PackedStacks
 from torchtitan.models.hf.names import TensorMap
-from torchtitan.models.hf.packed import READABLE_DTYPES, PackedFormat
+from torchtitan.models.hf.packed import READABLE_DTYPES, InPieces, PackedFormat
 from torchtitan.models.hf.quantization import (
     BITSANDBYTES,
     COMPRESSED,
@@ -343,7 +343,7 @@ class Shards:
     def stored(self, name: str) -> Any:
         """Return an object that by slicing reads a tensor of the model's shape, dequantized if it is packed."""
         packed = self.form.open(name, self)
-        return self.slice(name) if packed is None else packed
+        return self.slice(name) if packed is None else InPieces(packed)
 
     def mismatches(self, name: str, shape: tuple[int, ...], expected: str = "the model's is") -> list[str]:
         """List the faults of a stored tensor: not in its file, another shape, an unreadable dtype, faults of parts."""
@@ -428,7 +428,7 @@ def _packed_format(folder: Path) -> PackedFormat:
     if not (folder / CONFIG).exists():
         return PackedFormat()  # a file alone
     try:
-        quantization = read_quantization(read_json(folder / CONFIG))
+        quantization = read_quantization(find_text_config(folder) or {})
     except ValueError as error:
         raise JobError(f"{folder / CONFIG}: {error}") from error
     return PACKED_FORMATS[quantization.method](quantization) if quantization else PackedFormat()

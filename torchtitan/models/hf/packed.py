@@ -4,7 +4,9 @@ A format knows by names and dtypes which tensors hold a weight together; all oth
 in these formats, never written.
 """
 
+import math
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -32,6 +34,32 @@ class PackedWeight(Protocol):
     """The smallest type that holds the numbers exactly. What reads them whole, as a merge, has those of training."""
 
     def __getitem__(self, spans: Any) -> torch.Tensor: ...
+
+
+AT_ONCE = 2**19
+"""Numbers to dequantize at a time: the steps need several times their bytes, and run from the processor's caches."""
+
+
+@dataclass(frozen=True)
+class InPieces:
+    """A packed weight of which some rows at a time are dequantized."""
+
+    weight: PackedWeight
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.weight.dtype
+
+    def __getitem__(self, spans: tuple[slice, ...]) -> torch.Tensor:
+        """Return a slice in float32."""
+        first, last = spans[0].start, spans[0].stop
+        sizes = [span.stop - span.start for span in spans]
+        step = max(1, AT_ONCE // math.prod(sizes[1:]))
+        values = torch.empty(sizes)
+        for start in range(first, last, step):
+            end = min(start + step, last)
+            values[start - first : end - first] = self.weight[(slice(start, end), *spans[1:])]
+        return values
 
 
 class PackedFormat:

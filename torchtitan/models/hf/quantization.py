@@ -10,6 +10,8 @@ from torchtitan.core.files import DeclaredKeys
 BlockSize = tuple[int, int]
 """Rows and columns of a matrix that share a scale; 0 for all of them."""
 BITSANDBYTES, COMPRESSED, FP8, MODELOPT, MXFP4 = "bitsandbytes", "compressed-tensors", "fp8", "modelopt", "mxfp4"
+LINEAR_METHODS = (BITSANDBYTES, COMPRESSED, FP8, MODELOPT)
+"""Methods that pack matrices of linear layers."""
 KEYS = {
     BITSANDBYTES: DeclaredKeys(
         used=frozenset(("quant_method", "load_in_4bit", "load_in_8bit")),
@@ -45,7 +47,19 @@ WEIGHT_KEYS = DeclaredKeys(
     used=frozenset(("num_bits", "type", "symmetric", "strategy", "group_size", "block_structure", "actorder")),
     harmless=frozenset(("dynamic", "observer", "observer_kwargs", "scale_dtype", "zp_dtype")),
 )
-FORMATS = ("float-quantized", "int-quantized", "naive-quantized", "nvfp4-pack-quantized", "pack-quantized")
+FLOAT8, INT8, FLOATS, INTEGERS = "F8_E4M3", "I8", "U8", "I32"
+"""Types that codes are stored as, by safetensors' names: of 8 bits, or several of fewer bits in an element."""
+FORMATS = {
+    "float-quantized": (FLOAT8,),
+    "int-quantized": (INT8,),
+    "naive-quantized": (FLOAT8, INT8),
+    "nvfp4-pack-quantized": (FLOATS,),
+    "pack-quantized": (INTEGERS,),
+}
+"""Compressed-tensors', with the types of each."""
+_FLOAT_TYPES, _INTEGER_TYPES = (FLOAT8, FLOATS), (INT8, INTEGERS)
+MIXED = "mixed-precision"
+"""Format of a folder whose groups of layers have formats of their own."""
 ALGORITHMS: dict[str, BlockSize] = {"FP8": (0, 0), "FP8_PER_CHANNEL_PER_TOKEN": (1, 0), "NVFP4": (1, 16)}
 ALGORITHMS |= {"W4A16_NVFP4": (1, 16)}
 """ModelOpt's, with the blocks of each."""
@@ -55,10 +69,14 @@ _ADVICE = REMEDY.capitalize()
 
 @dataclass(frozen=True)
 class Quantization:
-    """The format of a folder's packed weights. `blocks`: the sizes that occur, of methods with scales of blocks."""
+    """The format of a folder's packed weights.
+
+    `blocks`, `types`: the sizes of blocks and the stored types that occur, of methods with scales of blocks.
+    """
 
     method: str
     blocks: tuple[BlockSize, ...] = ()
+    types: tuple[str, ...] = ()
 
 
 def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
@@ -75,32 +93,39 @@ def read_quantization(config: Mapping[str, Any]) -> Quantization | None:
             f"quantization_config = {table!r}; allowed are none, or quant_method {', '.join(KEYS)}. {_ADVICE}"
         )
     KEYS[method].check(table, "quantization_config", REMEDY)
-    readers = {COMPRESSED: _compressed_blocks, FP8: _fp8_blocks, MODELOPT: _modelopt_blocks}
-    return Quantization(method, readers[method](table) if method in readers else ())
+    readers = {COMPRESSED: _read_compressed, FP8: _read_fp8, MODELOPT: _read_modelopt}
+    return readers[method](table) if method in readers else Quantization(method)
 
 
-def _fp8_blocks(table: Mapping[str, Any]) -> tuple[BlockSize, ...]:
+def _read_fp8(table: Mapping[str, Any]) -> Quantization:
     block = table.get("weight_block_size", [128, 128])  # as transformers
     if table.get("fmt") not in (None, "e4m3", "float8_e4m3fn") or not (block is None or _is_block(block)):
         raise JobError(
             f"quantization_config = {table!r}; allowed for quant_method 'fp8' are fmt 'e4m3' and a weight_block_size "
             f"of two whole numbers above 0, or null for one scale of a matrix. {_ADVICE}"
         )
-    return ((0, 0) if block is None else (block[0], block[1]),)
+    return Quantization(FP8, ((0, 0) if block is None else (block[0], block[1]),), (FLOAT8,))
 
 
-def _modelopt_blocks(table: Mapping[str, Any]) -> tuple[BlockSize, ...]:
+def _read_modelopt(table: Mapping[str, Any]) -> Quantization:
     algorithm = table.get("quant_algo")
     if not isinstance(algorithm, str) or algorithm not in ALGORITHMS:
         allowed = f"allowed are {', '.join(ALGORITHMS)}. {_ADVICE}"
         raise JobError(f"quantization_config has quant_algo = {algorithm!r}; {allowed}")
-    return _blocks_of_groups(table) if table.get("config_groups") else (ALGORITHMS[algorithm],)
+    blocks = _blocks_of_groups(table) if table.get("config_groups") else (ALGORITHMS[algorithm],)
+    return Quantization(MODELOPT, blocks, (FLOAT8 if algorithm.startswith("FP8") else FLOATS,))
 
 
-def _compressed_blocks(table: Mapping[str, Any]) -> tuple[BlockSize, ...]:
-    if (form := table.get("format")) not in FORMATS:
-        raise JobError(f"quantization_config has format = {form!r}; allowed are {', '.join(FORMATS)}. {_ADVICE}")
-    return _blocks_of_groups(table)
+def _read_compressed(table: Mapping[str, Any]) -> Quantization:
+    blocks, form = _blocks_of_groups(table), table.get("format")
+    groups = table["config_groups"].values()
+    forms = [group.get("format") or form for group in groups]
+    for used in forms if form == MIXED else [form, *forms]:
+        if not isinstance(used, str) or used not in FORMATS:
+            raise JobError(f"quantization_config has format = {used!r}; allowed are {', '.join(FORMATS)}. {_ADVICE}")
+    numbers = [_FLOAT_TYPES if group["weights"].get("type") == "float" else _INTEGER_TYPES for group in groups]
+    types = (kind for used, kinds in zip(forms, numbers, strict=True) for kind in FORMATS[used] if kind in kinds)
+    return Quantization(COMPRESSED, blocks, tuple(types))
 
 
 def _blocks_of_groups(table: Mapping[str, Any]) -> tuple[BlockSize, ...]:
@@ -119,11 +144,13 @@ def _blocks_of_groups(table: Mapping[str, Any]) -> tuple[BlockSize, ...]:
         block = _block_of(weights)
         if (
             block is None
+            or weights.get("num_bits", 8) not in (4, 8)
             or weights.get("symmetric", True) is not True
             or weights.get("actorder") not in (None, False, "static", "weight")
         ):
-            allowed = "allowed: symmetric ones, in the order of the columns, with a scale for a tensor, channel, group"
-            raise JobError(f"{place} has weights = {weights!r}; {allowed} or block. {_ADVICE}")
+            allowed = "symmetric ones of 4 or 8 bits, in the order of the columns"
+            scales = "a scale for a tensor, channel, group or block"
+            raise JobError(f"{place} has weights = {weights!r}; allowed: {allowed}, with {scales}. {_ADVICE}")
         blocks.append(block)
     return tuple(blocks)
 

@@ -16,10 +16,18 @@ import torch
 
 from torchtitan.models.hf.mxfp4 import VALUES
 from torchtitan.models.hf.packed import READABLE_DTYPES, PackedFormat, TensorFiles
-from torchtitan.models.hf.quantization import COMPRESSED, FP8, BlockSize, Quantization
+from torchtitan.models.hf.quantization import (
+    COMPRESSED,
+    FLOAT8,
+    FLOATS,
+    FP8,
+    INT8,
+    INTEGERS,
+    BlockSize,
+    Quantization,
+)
 
-FLOAT8 = "F8_E4M3"
-IN_ELEMENT = {FLOAT8: (1,), "I8": (1,), "U8": (2,), "I32": (8, 4)}
+IN_ELEMENT = {FLOAT8: (1,), INT8: (1,), FLOATS: (2,), INTEGERS: (8, 4)}
 """Codes in an element of a stored type."""
 SCALE_TYPES = (*READABLE_DTYPES, FLOAT8, "F8_E8M0")
 CACHE_SCALES = ("q_scale", "k_scale", "v_scale")
@@ -85,7 +93,7 @@ class ScaledMatrices(PackedFormat):
 
     def __init__(self, quantization: Quantization):
         super().__init__(quantization)
-        self.blocks, self.method = quantization.blocks, quantization.method
+        self.blocks, self.types, self.method = quantization.blocks, quantization.types, quantization.method
         self.scales_end = "_scale_inv" if self.method == FP8 else "_scale"
         self.scale_end = "_global_scale" if self.method == COMPRESSED else "_scale_2"
 
@@ -105,6 +113,9 @@ class ScaledMatrices(PackedFormat):
         if dtype not in IN_ELEMENT or len(shape) != 2:
             is_scaled = scales in tensors.files and dtype not in IN_ELEMENT
             return [f"{scales} is there, but {name} is stored as {dtype} instead of {FLOAT8}"] * is_scaled or None
+        if dtype not in self.types:
+            allowed = ", ".join(self.types) or "none of few bits"
+            return [f"{stored} is stored as {dtype}; by the quantization_config allowed are {allowed}"]
         if not self._in_element(stored, shape, tensors):
             return [f"{stored} has shape {stored_shape}, {dtype}, the model's is {shape}"]
         if scales not in tensors.files:
@@ -124,7 +135,9 @@ class ScaledMatrices(PackedFormat):
         if scale in tensors.files and tensors.header(scale) not in (("F32", ()), ("F32", (1,))):
             faults.append(f"{scale} is {tensors.header(scale)}; allowed: one number of F32")
         size = f"{name}_shape"
-        if size in tensors.files and (size_in_file := tensors.slice(size)[:].tolist()) != [*shape]:
+        if size not in tensors.files and tensors.header(self._stored(name, tensors))[0] == INTEGERS:
+            faults.append(f"{size} is missing")
+        if size in tensors.files and (size_in_file := tensors.slice(size)[...].tolist()) != [*shape]:
             faults.append(f"{size} is {size_in_file}, the model's is {[*shape]}")
         return faults
 
