@@ -68,6 +68,8 @@ def tokens_computed(row):
         (2, {"dp_shard": 2}, True),
         (2, {"tp": 2}, False),
         (1, {"model": "deepseek"}, False),
+        (1, {"model": "gemma4"}, True),
+        (1, {"model": "gemma4_moe"}, False),
         (1, {"adapter": "lora"}, True),
         (1, {"adapter": "scale"}, False),
     ],

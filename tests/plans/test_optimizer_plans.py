@@ -45,7 +45,8 @@ def weights_after_steps(row: Combination, name: str, options: dict) -> dict[str,
 @cache
 def on_one_device(row: Combination, kind: str) -> dict[str, torch.Tensor]:
     """Return the weights after the same steps on one device."""
-    model, balance = build_with_initial_weights(row), FAMILIES[row.model].balance
+    model = build_with_initial_weights(row)
+    balance = FAMILIES[row.model].balance_of(model.args)
     stepping = optimizers_of([model], *KINDS[kind])
     full_batch = batch()
     inputs = {name: full_batch[name] for name in model_input_names(row, False)}

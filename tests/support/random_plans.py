@@ -243,7 +243,7 @@ def on_one_device(arguments: tuple[str, ...], samples: int) -> tuple[float, dict
     adjust_parameters(config, model.named_parameters())
     batch = batch_of(config, samples)
     valid = ModelBuilder(ResolvedJob(config)).objective().count(batch)
-    balance = parts.model_spec(ResolvedJob(config).model).balance
+    balance = parts.model_spec(ResolvedJob(config).model).balance_of(model.args)
     if balance is not None:
         balance.set_aux_loss_scale(model, 1 / valid)
     loss = model(**batch) / valid

@@ -239,7 +239,7 @@ def assembled(row: Combination, frozen_dtype: torch.dtype | None = None) -> Para
             microbatch_size=microbatch_size,
             schedule=row.schedule,
         ),
-        balance=FAMILIES[row.model].balance,
+        balance=FAMILIES[row.model].balance_of(model.args),
         adapter=adapter,
     )
     perturb_parameters(model.named_parameters())
@@ -309,7 +309,8 @@ def build_with_initial_weights(row: Combination) -> torch.nn.Module:
 @cache
 def reference(row: Combination) -> tuple[float, float, dict[str, torch.Tensor], float, float]:
     """Compute on one device: loss, norm, gradients, largest expert load, and loss of multi-token prediction."""
-    model, balance = build_with_initial_weights(row), FAMILIES[row.model].balance
+    model = build_with_initial_weights(row)
+    balance = FAMILIES[row.model].balance_of(model.args)
     full_batch = with_task_labels(row)
     valid = objective(row).count(full_batch)
     if balance is not None:

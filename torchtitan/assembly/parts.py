@@ -246,7 +246,7 @@ class ModelBuilder:
             device=device,
             seed=config.debug.seed,
             pipeline=self.pipeline_options(),
-            balance=model_spec(self.job.model).balance,
+            balance=model_spec(self.job.model).balance_of(self.job.model.args),
             adapter=installed,
             **kwargs,
         )

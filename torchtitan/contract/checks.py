@@ -93,7 +93,7 @@ def parallel_model(job: ResolvedJob) -> ParallelModel:
         device=DEVICE,
         seed=SEED,
         pipeline=builder.pipeline_options(),
-        balance=model_spec(job.model).balance,
+        balance=model_spec(job.model).balance_of(job.model.args),
         adapter=adapter,
     )
     perturb(parallel, adapter)
@@ -123,7 +123,7 @@ def reference(row: Row, file: str) -> dict[str, Any]:
     job = job_of(row)
     model, _ = plain_model(job)
     batch, valid, _ = batch_of(job, model)
-    balance = model_spec(job.model).balance
+    balance = model_spec(job.model).balance_of(job.model.args)
     if row.item.kind == "optimizer":
         before = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
         built = parts.optimizers(job.config.optimizer, SimpleNamespace(parts=[model], adapter=None))  # type: ignore[arg-type]

@@ -128,6 +128,10 @@ class ModelSpec:
     flops_per_token: Callable[[Any, int], FlopsPerToken]  # (args, seq_len)
     balance: LoadBalancing | None = None  # of a family with experts, as models/moe/router.py has it
 
+    def balance_of(self, args: Any) -> LoadBalancing | None:
+        """Return the balance of a model with experts; None without, also in a family that has sizes of both kinds."""
+        return self.balance if hasattr(args, "n_experts") else None
+
 
 MODELS: Registry[ModelSpec] = Registry(GROUP, FAMILIES, Family, lambda family: resolve_name(family.spec))
 """Model families by name. A family's code is imported on look-up only, because families import this module."""
