@@ -224,6 +224,17 @@ def test_a_model_that_is_not_here_has_names_but_no_regexes(tmp_path):
             translate_targets("model.*q_proj", False, "llama3", folder)
 
 
+@pytest.mark.parametrize(
+    "family, names",
+    [("gemma4", ["q_proj", "gate_proj"]), ("deepseek", ["q_a_proj", "kv_b_proj"]), ("granite4", [])],
+)
+def test_names_of_other_modules_in_a_size_with_experts_need_its_folder(family, names):
+    """Gemma 4 has a feed-forward beside its experts, and a name that DeepSeek V2 Lite lacks was left out of V3."""
+    with pytest.raises(TargetError, match=f"names that are the same modules in all sizes of {family}, or its config"):
+        translate_targets(names, not names, family, "my/model")
+    assert translate_targets(["o_proj"], False, family, "my/model").patterns == ["layers.*.attention.wo"]
+
+
 def test_a_regex_is_tried_on_the_names_of_a_model_that_reads_images(tmp_path):
     """Such a regex is in Axolotl's examples; without its beginning it would choose layers of images too."""
     text = Gemma3TextConfig(num_hidden_layers=2, head_dim=8, **SIZES)

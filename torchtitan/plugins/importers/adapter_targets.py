@@ -2,7 +2,8 @@
 
 peft tries them on the modules of the Hugging Face model: names that are a module's, or the end of one behind a dot, or
 one regex for the whole name. They are tried here on the same names, which follow from the folder's config.json. Without
-it the family's smallest model stands for it, and only names are translated, as these do not depend on the layers.
+it the family's published sizes stand for it: only names are translated, which do not depend on the number of layers,
+and these only if they are the same modules in all kinds of sizes, such as those with experts and without.
 
 transformers 5 has stacks of experts, which are parameters (`target_parameters`), with one A for gate and up. In some
 families peft takes a name of the matrices that single experts had before, as gate_proj, for the stacks of all layers,
@@ -97,7 +98,21 @@ def translate_targets(
     """
     if not modules and not parameters and all_linear and not has_experts(family):
         return Targets([ALL_LINEAR], [], is_partial=False)
-    model = _modules_of(family, folder, is_regex=isinstance(modules, str))
+    kinds = _kinds_of(family, folder, is_regex=isinstance(modules, str))
+    translations = [_translate(model, modules, all_linear, saved, parameters) for model in kinds]
+    if any(targets != translations[0] for targets in translations):
+        allowed = f"names that are the same modules in all sizes of {family}, or its config.json in {folder}"
+        raise TargetError(allowed, "download the model, or write adapter.target into the job")
+    return translations[0]
+
+
+def _translate(
+    model: ModelModules,
+    modules: str | Sequence[str],
+    all_linear: bool,
+    saved: Collection[str],
+    parameters: Sequence[str],
+) -> Targets:
     matches = _regex_matches(modules) if isinstance(modules, str) else _names_match(modules)
     if unsupported := sorted(name for name in model.other_modules if matches(name)):
         raise TargetError(f"linear layers: {model.available()}", f"{unsupported[0]} is none: leave it out")
@@ -221,16 +236,19 @@ def _add_gate_up(draft: JobDraft, targets: Targets) -> None:
         draft.notes.append(f"{names}: peft takes them for the experts of all layers, and gives no other layer a pair")
 
 
-def _modules_of(family: str, folder: str, is_regex: bool) -> ModelModules:
+def _kinds_of(family: str, folder: str, is_regex: bool) -> list[ModelModules]:
+    """Return the modules of the folder's model; without its config.json those of each kind of the family's sizes."""
     try:
         args = CONFIG_CONVERTERS[family].args_from_folder(folder)
     except (JobError, OSError) as error:
         if is_regex:
             remedy = "download the model, so that it can be tried on its names, or write adapter.target into the job"
             raise TargetError(f"a regex for a model with its config.json in {folder}", f"{remedy} ({error})") from None
-        args = next(iter(SIZES[family].values()))
-        return model_modules(family, args)
-    return model_modules(family, args, memory_prefix(find_text_config(Path(folder))))
+        kinds = dict[frozenset[str], Any]()
+        for sizes in SIZES[family].values():
+            kinds.setdefault(frozenset(with_wildcards(linears(sizes))), sizes)
+        return [model_modules(family, sizes) for sizes in kinds.values()]
+    return [model_modules(family, args, memory_prefix(find_text_config(Path(folder))))]
 
 
 def model_modules(family: str, args: Any, prefix: str = "model.") -> ModelModules:
