@@ -678,6 +678,8 @@ def test_models_that_llama_cpp_computes_differently_are_refused_before_anything_
 
     known = "allowed: causal models of llama, mistral, mixtral, qwen2, qwen2_moe, qwen3, qwen3_moe, gemma2"
     assert f"given OPTForCausalLM (opt); {known}" in refused(model_type="opt", architectures=["OPTForCausalLM"])
+    of_gptj = refused(model_type="gptj", architectures=["GPTJForCausalLM"])
+    assert "no model that computes it" in of_gptj and "convert_hf_to_gguf" not in of_gptj
     assert "norm_topk_prob = False; allowed: True" in refused(norm_topk_prob=False)
     for model_type in ("qwen2", "qwen3", "qwen3_moe"):
         window = dict(model_type=model_type, use_sliding_window=True, sliding_window=8)

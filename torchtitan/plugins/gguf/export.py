@@ -38,6 +38,8 @@ MODEL_FILE, MODELFILE = "model.gguf", "Modelfile"
 TYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16"}
 FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16"}
 ROUNDED = "not the same: llama.cpp blends YaRN's wavelengths between whole features (0.009 in log-probabilities)"
+CONVERT = "try llama.cpp's convert_hf_to_gguf.py on it"
+NAMES_ONLY = "llama.cpp has names for GPT-J's tensors, but no model that computes it"
 GROWTH = "llama_4_scaling_beta"
 PROPORTIONAL, UNROTATED = "proportional", 1e30
 """A kind of rotary positions with frequencies for all features of a head, and a factor that leaves no angle."""
@@ -68,11 +70,9 @@ class GGUFExport:
         model_type, classes = config["model_type"], config["architectures"]
         architecture = architecture_of(config)
         if architecture is None or not classes[0].endswith(("ForCausalLM", "LMHeadModel")):
-            raise JobError(
-                f"--format gguf: given {classes[0]} ({model_type}); allowed: causal models of "
-                f"{', '.join(ARCHITECTURES)}; export a Hugging Face folder (without --format) and try llama.cpp's "
-                "convert_hf_to_gguf.py on it"
-            )
+            allowed = f"causal models of {', '.join(ARCHITECTURES)}; export a Hugging Face folder (without --format)"
+            after = f", as {NAMES_ONLY}" if model_type == "gptj" else f" and {CONVERT}"
+            raise JobError(f"--format gguf: given {classes[0]} ({model_type}); allowed: {allowed}{after}")
         self.architecture = architecture
         self.config = config = config | {key: config[name] for key, name in architecture.aliases.items()}
         for key, value in {**architecture.only, **architecture.only_by(config)}.items():
