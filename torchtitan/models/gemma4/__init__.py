@@ -239,6 +239,8 @@ def _from_hf(config: Mapping[str, Any]) -> Gemma4Args | Gemma4MoEArgs:
     if config.get("final_logit_softcapping") is not None and cap <= 0:
         raise JobError(f"final_logit_softcapping = {cap}; allowed: a number above 0, or null for no cap")
     interval = _interval(config, sizes["n_layers"])
+    for key in EXPERTS.values():
+        read_number(config, key, 0, null=0)
     args_type: type[Gemma4Args | Gemma4MoEArgs] = Gemma4Args
     if read_flag(config, "enable_moe_block", False):
         args_type = Gemma4MoEArgs
