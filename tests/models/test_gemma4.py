@@ -143,6 +143,7 @@ def test_the_text_part_of_a_folder_with_experts_is_read(tmp_path):
         ({"enable_moe_block": True}, "no whole number above 0 for num_experts, top_k_experts, moe_intermediate_size"),
         ({"enable_moe_block": 1}, "enable_moe_block = 1; allowed: true or false"),
         ({"top_k_experts": [1]}, r"top_k_experts = \[1\]; allowed: a whole number, or null"),
+        ({"num_kv_shared_layers": None}, "num_kv_shared_layers = None; allowed: a whole number"),
         ({"num_kv_shared_layers": 1}, "num_kv_shared_layers = 1, but this model only has 0"),
         ({"hidden_size_per_layer_input": 8}, "hidden_size_per_layer_input = 8, but this model only has 0"),
         ({"use_bidirectional_attention": "all"}, "use_bidirectional_attention = 'all'; allowed: null or 'vision'"),

@@ -160,12 +160,13 @@ def test_expert_parallel_gathers_only_what_is_sharded():
 
 
 def test_stacks_of_experts_are_padded_to_the_ranks_that_share_them():
-    """256 experts of 671B over 512 ranks: FSDP's messages have as many zeros."""
+    """256 experts of 671B over 96 ranks: FSDP's messages have 32 experts of zeros. With 512 it splits each expert."""
     timer = StepTimer(Workload.of(resolved("deepseek_671b"), 64), H100)
-    few, many = (
-        timer.messages._sent_experts(plan, timer.rank_weights(plan)) for plan in (Plan(shards=256), Plan(shards=512))
+    even, padded, split = (
+        timer.messages._sent_experts(plan, timer.rank_weights(plan))
+        for plan in (Plan(shards=256), Plan(shards=96), Plan(shards=512))
     )
-    assert many == 2 * few
+    assert padded == even * 288 / 256 and split == even
 
 
 def test_fsdp_gathers_blocks_twice_and_both_ends_once():

@@ -241,6 +241,8 @@ def _from_hf(config: Mapping[str, Any]) -> Gemma4Args | Gemma4MoEArgs:
     interval = _interval(config, sizes["n_layers"])
     for key in EXPERTS.values():
         read_number(config, key, 0, null=0)
+    for key in ("num_kv_shared_layers", "hidden_size_per_layer_input"):  # null is an error of transformers
+        read_number(config, key, 0)
     args_type: type[Gemma4Args | Gemma4MoEArgs] = Gemma4Args
     if read_flag(config, "enable_moe_block", False):
         args_type = Gemma4MoEArgs
