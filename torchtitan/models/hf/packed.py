@@ -66,7 +66,7 @@ class PackedFormat:
     """The format of a folder without packed weights, from which all others inherit."""
 
     def __init__(self, quantization: Quantization | None = None):
-        self.quantization = quantization
+        """Formats whose tensors say everything themselves need no `quantization`."""
 
     def parts(self, name: str, names: Collection[str]) -> list[str]:
         """Return the names of the tensors, of these `names`, that hold a weight together."""
